@@ -1,0 +1,1 @@
+"""normgeo: geometric analysis of the normalization layers of transformers."""

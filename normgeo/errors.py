@@ -1,0 +1,25 @@
+"""The errors normgeo raises on purpose.
+
+Every message says what was wrong, what was received and what to do about it. Anything else that reaches a user is a
+bug.
+"""
+
+
+class NormGeoError(Exception):
+    """Base of every error that normgeo raises on purpose."""
+
+
+class ModelError(NormGeoError):
+    """A model that is missing, gated, of an unknown kind, or unable to do what was asked of it."""
+
+
+class DataError(NormGeoError):
+    """Tokens or text that cannot be used: unknown format, empty, too short, or beyond the vocabulary."""
+
+
+class ActivationError(NormGeoError):
+    """Hidden states that carry no angle: all zero or not finite."""
+
+
+class RunError(NormGeoError):
+    """A run directory that belongs to another run, is damaged, or cannot be written."""

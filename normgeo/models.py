@@ -1,0 +1,226 @@
+"""Models: a hub id, a local directory, or the pair that ships with the package; the models of *Geometry* table 1."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
+
+from normgeo.errors import ModelError
+from normgeo.norms import RMSNorm
+
+__all__ = [
+    "EMBEDDED",
+    "TABLE_1",
+    "ModelCard",
+    "TwinConfig",
+    "TwinLMHeadModel",
+    "base_model",
+    "example_inputs",
+    "load_model",
+    "load_tokenizer",
+    "max_context",
+    "weights_digest",
+]
+
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED = {"embedded-layernorm": ASSETS / "layernorm", "embedded-rmsnorm": ASSETS / "rmsnorm"}
+"""The pair that ships with the package: GPT-2 twins that differ in nothing but their norm."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """One line of *Geometry* table 1; `revision` pins the commit of the hub repository."""
+
+    name: str
+    hub_id: str
+    revision: str
+    d: int
+    layers: int
+    norm: Literal["LayerNorm", "RMSNorm"]
+    parameters: int
+
+    @property
+    def memory_gb(self) -> float:
+        """Gigabytes of weights in 16-bit precision."""
+        return 2 * self.parameters / 1e9
+
+
+TABLE_1 = (
+    ModelCard("GPT-2 XL", "openai-community/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2", 1600, 48,
+              "LayerNorm", 1_557_611_200),
+    ModelCard("GPT-Neo 1.3B", "EleutherAI/gpt-neo-1.3B", "dbe59a7f4a88d01d1ba9798d78dbe3fe038792c8", 2048, 24,
+              "LayerNorm", 1_315_575_808),
+    ModelCard("Pythia-1.4B", "EleutherAI/pythia-1.4b", "fedc38a16eea3bd36a96b906d78d11d2ce18ed79", 2048, 24,
+              "LayerNorm", 1_414_647_808),
+    ModelCard("GPT-J 6B", "EleutherAI/gpt-j-6b", "47e169305d2e8376be1d31e765533382721b2cc1", 4096, 28,
+              "LayerNorm", 6_050_882_784),
+    ModelCard("Pythia-6.9B", "EleutherAI/pythia-6.9b", "f271943e880e60c0c715fd10e4dc74ec4e31eb44", 4096, 32,
+              "LayerNorm", 6_857_302_016),
+    ModelCard("Llama-2-7B", "meta-llama/Llama-2-7b-hf", "01c7f73d771dfac7d292323805ebc428287df4f9", 4096, 32,
+              "RMSNorm", 6_738_415_616),
+    ModelCard("Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "8cde5ca8380496c9a6cc7ef3a8b46a0372a1d920", 4096, 32,
+              "RMSNorm", 8_030_261_248),
+)  # fmt: skip
+"""The models of *Geometry* table 1, in its order."""
+
+
+class TwinConfig(GPT2Config):
+    """GPT-2's configuration for the RMSNorm twin; the LayerNorm twin is a plain GPT-2."""
+
+    model_type = "normgeo_gpt2_rmsnorm"
+
+
+class TwinLMHeadModel(GPT2LMHeadModel):
+    """GPT-2 with RMSNorm in the place of every LayerNorm and nothing else changed (*Geometry* section 3.3)."""
+
+    config_class = TwinConfig
+
+    def __init__(self, config: TwinConfig) -> None:
+        super().__init__(config)
+        for parent in list(self.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    setattr(parent, name, RMSNorm(child.normalized_shape[0], child.eps))
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    device: torch.device | str | None = None,
+    device_map: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a model for inference from safetensors.
+
+    Args:
+        name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
+        dtype: "auto" is the checkpoint's own dtype.
+        device: where to put it; None leaves it on the CPU.
+        device_map: "auto" spreads the layers over all GPUs through accelerate.
+        revision: commit, branch or tag on the hub.
+        trust_remote_code: run the modelling code of the repository. Off unless asked for.
+
+    Raises:
+        ModelError: the model is missing, gated, without safetensors weights, or its class is not known.
+    """
+    path = str(EMBEDDED.get(str(name), name))
+    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    try:
+        config, cls = _config_and_class(path, options, trust_remote_code)
+        model = cls.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise _explained(str(name), error) from error
+    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if str(name) in EMBEDDED:
+        model.float()  # stored in half precision to stay small, defined as computing in float32
+    return model.to(device) if device is not None and device_map is None else model  # pyright: ignore
+
+
+def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+    raw, _ = PretrainedConfig.get_config_dict(path, **options)
+    if raw.get("model_type") == TwinConfig.model_type:
+        return TwinConfig.from_dict(raw), TwinLMHeadModel
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
+    if "auto_map" in raw and trust:
+        options["trust_remote_code"] = True
+        causal = "AutoModelForCausalLM" in raw["auto_map"]
+        return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    names = config.architectures or []
+    return config, next((c for n in names if (c := getattr(transformers, n, None))), transformers.AutoModel)
+
+
+def _explained(name: str, error: Exception) -> ModelError:
+    text = " ".join(str(error).split())
+    low = text.lower()
+    if "gated" in low or "401" in low or "403" in low:
+        hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
+    elif "trust_remote_code" in low:
+        hint = "it brings its own code, which is run only with --trust-remote-code"
+    elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
+        hint = "it has no safetensors weights; pickled weights are not read: convert them first"
+    elif "connect" in low or "offline" in low or "not a valid model identifier" in low or "not a local folder" in low:
+        hint = "there is no such local directory, and the hub does not have it or cannot be reached"
+    else:
+        hint = type(error).__name__
+    return ModelError(f"cannot load the model {name!r}: {hint} ({text[:300]})")
+
+
+def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
+    """The tokenizer that goes with a model, or None where the model has none."""
+    path = str(EMBEDDED.get(str(name), name))
+    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
+    options = {"revision": revision} if revision else {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what a missing tokenizer raises, by kind
+        return None
+    return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head: hidden states do not need logits, and the head costs a quarter of a small model."""
+    return cast(PreTrainedModel, model.base_model)
+
+
+def max_context(model: PreTrainedModel) -> int | None:
+    """The longest context the model has positions for, or None where its configuration names no bound."""
+    text = model.config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def example_inputs(model: PreTrainedModel, time: int = 6, seed: int = 0) -> dict[str, Tensor]:
+    """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
+
+    Raises:
+        ModelError: the model's main input is of a kind this function cannot make.
+    """
+    config, device = model.config, model.device
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(vocabulary: int) -> Tensor:
+        return torch.randint(min(3, vocabulary - 1), vocabulary, (2, time), generator=generator).to(device)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, model.dtype)
+
+    decoder = {}
+    if config.is_encoder_decoder:
+        decoder = {"decoder_input_ids": ids(config.get_text_config(decoder=True).vocab_size)}
+    main = model.main_input_name
+    if main == "input_ids":
+        return {"input_ids": ids(config.get_text_config().vocab_size), **decoder}
+    if main == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        return {"pixel_values": noise(2, getattr(config, "num_channels", 3), *size), **decoder}
+    if main == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", 2 * time)
+        return {"input_features": noise(2, config.num_mel_bins, frames), **decoder}
+    if main == "input_values":
+        return {"input_values": noise(2, 4000), **decoder}
+    raise ModelError(f"{type(model).__name__} takes {main!r}, for which no example can be made; pass inputs=...")
+
+
+def weights_digest(model: nn.Module) -> str:
+    """sha256 over the names, dtypes, shapes and bytes of every parameter and persistent buffer."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.device.type != "meta" and tensor.numel():
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,274 @@
+"""Token streams: Wikipedia through `datasets`, files, arrays of ids, and the sample that ships with the package.
+
+A stream is a sequence of contexts: runs of token ids that a model sees together. Text is packed: the documents' ids
+follow each other, special tokens included, and are cut every `context` ids, so that there is no padding anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normgeo.errors import DataError
+
+__all__ = ["SAMPLE", "TokenBatch", "TokenStream", "load_tokens", "read_documents"]
+
+SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
+WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
+DOCUMENTS_AT_ONCE = 16
+
+Context = tuple[np.ndarray, np.ndarray]
+"""Token ids and the document each belongs to, both int64 [time]."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Contexts of one length that go through the model together.
+
+    Attributes:
+        ids: token ids, int64 [rows, time].
+        document: index of the document each token is from, int64 [rows, time].
+        start: how many tokens of the stream come before this batch.
+    """
+
+    ids: np.ndarray
+    document: np.ndarray
+    start: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens in the batch."""
+        return self.ids.size
+
+    @property
+    def position(self) -> np.ndarray:
+        """Position of each token within its context, int64 [rows, time]."""
+        return np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """A source of contexts that can be read from its beginning any number of times.
+
+    Attributes:
+        contexts: starts a new pass over the contexts.
+        context: the length of every context but the last.
+        source: what the tokens come from, in words.
+        digest: sha256 of the file or array, or the data set's own name and revision.
+        packing: how documents became contexts, in words.
+        n_tokens: how many tokens there are, where that is known before reading.
+    """
+
+    contexts: Callable[[], Iterator[Context]]
+    context: int
+    source: str
+    digest: str
+    packing: str
+    n_tokens: int | None = None
+
+    @classmethod
+    def from_array(cls, ids: Any, *, context: int | None = None, source: str = "array") -> TokenStream:
+        """Token ids whose rows are sequences, or one long sequence; rows longer than `context` are cut.
+
+        Raises:
+            DataError: the array is empty or holds something else than ids >= 0.
+
+        >>> stream = TokenStream.from_array([[5, 6, 7], [8, 9, 10]], context=2)
+        >>> [ids.tolist() for ids, _ in stream.contexts()]
+        [[5, 6], [7], [8, 9], [10]]
+        """
+        rows = np.atleast_2d(np.asarray(ids))
+        if rows.ndim != 2 or rows.size == 0 or rows.dtype.kind not in "iu" or rows.min() < 0:
+            raise DataError(
+                f"{source}: token ids must be a non-empty [sequences, time] array of integers >= 0; received "
+                f"shape {rows.shape}, dtype {rows.dtype}"
+            )
+        rows = rows.astype(np.int64)
+        length = min(context or rows.shape[1], rows.shape[1])
+
+        def contexts() -> Iterator[Context]:
+            for document, row in enumerate(rows):
+                for start in range(0, len(row), length):
+                    piece = row[start : start + length]
+                    yield piece, np.full(len(piece), document)
+
+        digest = hashlib.sha256(repr(rows.shape).encode() + rows.tobytes()).hexdigest()
+        return cls(contexts, length, source, digest, "each row is a sequence", rows.size)
+
+    def batches(self, limit: int | None, rows: int, start: int = 0) -> Iterator[TokenBatch]:
+        """Batches of up to `rows` contexts of equal length: the tokens from `start` up to exactly `limit`.
+
+        `start` must be the beginning of a context. With `limit` None all tokens come.
+
+        Raises:
+            DataError: the stream ends before `limit`.
+        """
+        done = start
+        for _, alike in itertools.groupby(self._between(start, limit), key=lambda context: len(context[0])):
+            while chunk := list(itertools.islice(alike, rows)):
+                batch = TokenBatch(np.stack([i for i, _ in chunk]), np.stack([d for _, d in chunk]), done)
+                yield batch
+                done += batch.n_tokens
+
+    def _between(self, start: int, limit: int | None) -> Iterator[Context]:
+        """The contexts from token `start` on, the last one cut so that they end exactly at token `limit`."""
+        done = 0
+        for ids, document in self.contexts():
+            if limit is not None and done >= limit:
+                return
+            if done >= start:
+                yield (ids, document) if limit is None else (ids[: limit - done], document[: limit - done])
+            done += len(ids)
+        if limit is not None and done < limit:
+            raise DataError(
+                f"{self.source} ends after {done:,} tokens, {limit:,} were asked for; ask for fewer, or give more data"
+            )
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """Texts of a .jsonl ("text" in each line), .parquet (a column "text") or .txt (one document) file.
+
+    Raises:
+        DataError: the file is missing, of another format, or without the text it should have.
+    """
+    if not path.is_file():
+        raise DataError(f"no such data file: {path}")
+    if path.suffix == ".txt":
+        yield path.read_text(encoding="utf-8", errors="replace")
+    elif path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text_of(line, f"{path}, line {number}")
+    elif path.suffix == ".parquet":
+        yield from _parquet_texts(path)
+    else:
+        raise DataError(
+            f"unknown data format {path.suffix or '(no suffix)'!r} of {path}; known are .jsonl, .parquet and .txt "
+            "with text, and .npy with token ids"
+        )
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{where}: expected an object with a "text", received {line[:60]!r}') from error
+    if not isinstance(text, str):
+        raise DataError(f'{where}: "text" should be a string, received {type(text).__name__}')
+    return text
+
+
+def _parquet_texts(path: Path) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if "text" not in file.schema_arrow.names:
+                raise DataError(f'{path} has no column "text"; its columns are {file.schema_arrow.names}')
+            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+                yield from (text for text in batch.column(0).to_pylist() if text)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _wikipedia() -> Iterator[str]:
+    import datasets
+
+    try:
+        stream = datasets.load_dataset(*WIKIPEDIA, split="train", streaming=True)
+        for row in stream:
+            yield row["text"]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except Exception as error:  # whatever the hub, its client or the connection raises
+        raise DataError(
+            f"could not stream {WIKIPEDIA[0]} ({WIKIPEDIA[1]}): {type(error).__name__}: {str(error)[:200]}. Without a "
+            "network, give --data a file, or --data sample"
+        ) from error
+
+
+def load_tokens(
+    data: str | Path | Any,
+    tokenizer: Any = None,
+    context: int | None = None,
+    exclude: Collection[str] = frozenset(),
+) -> TokenStream:
+    """Open a stream of tokens.
+
+    Args:
+        data: "sample" (embedded, held-out Wikipedia text), "wikipedia" (streamed from the hub), a path (.jsonl,
+            .parquet or .txt with text, .npy with ids), or an array of ids whose rows are sequences.
+        tokenizer: the model's tokenizer; not needed for ids.
+        context: tokens that the model sees together (1024 for text; the row length for ids).
+        exclude: documents to leave out, by their whole text.
+
+    Raises:
+        DataError: data that is missing, empty or of an unknown format, or text without a tokenizer.
+    """
+    if not isinstance(data, (str, Path)):
+        return TokenStream.from_array(data, context=context)
+    if Path(data).suffix == ".npy":
+        return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
+    if tokenizer is None:
+        raise DataError(f"{data} is text, and this model has no tokenizer; give token ids as .npy instead")
+    if data == "wikipedia":
+        source, digest, documents = " ".join(WIKIPEDIA), "@".join(WIKIPEDIA), _wikipedia
+    else:
+        path = SAMPLE if data == "sample" else Path(data)
+        next(read_documents(path), None)  # a wrong path or format is said now, not when the model is loaded
+        source = "sample" if data == "sample" else str(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        documents = functools.partial(read_documents, path)
+    kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
+    return _pack(kept, tokenizer, context or 1024, source, digest)
+
+
+def _load_ids(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read token ids from {path}: {error}") from error
+
+
+def _pack(
+    documents: Callable[[], Iterable[str]], tokenizer: Any, context: int, source: str, digest: str
+) -> TokenStream:
+    separator = [] if _adds_special_tokens(tokenizer) else [tokenizer.eos_token_id or tokenizer.sep_token_id]
+    separator = [i for i in separator if i is not None]
+
+    def contexts() -> Iterator[Context]:
+        ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)
+        for number, encoded in enumerate(_encode(documents(), tokenizer)):
+            ids = np.concatenate([ids, np.asarray(encoded + separator, np.int64)])
+            owner = np.concatenate([owner, np.full(len(encoded) + len(separator), number)])
+            whole = len(ids) - len(ids) % context
+            for start in range(0, whole, context):
+                yield ids[start : start + context], owner[start : start + context]
+            ids, owner = ids[whole:], owner[whole:]
+        if len(ids):
+            yield ids, owner
+
+    first = next(contexts(), None)
+    if first is None:
+        raise DataError(f"{source} has no text in it")
+    ends = "the tokenizer's special tokens" if not separator else f"token {separator[0]} after each"
+    packing = f"documents packed one after the other ({ends}), cut every {context} tokens, no padding"
+    return TokenStream(contexts, context, source, digest, packing)
+
+
+def _adds_special_tokens(tokenizer: Any) -> bool:
+    return len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
+
+
+def _encode(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
+    texts = (text for text in documents if text.strip())
+    while chunk := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+        yield from tokenizer(chunk, verbose=False)["input_ids"]
