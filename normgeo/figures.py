@@ -1,0 +1,208 @@
+"""Figures from tidy tables. They know nothing but the columns of an `AngleTable`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from normgeo.errors import DataError
+
+__all__ = ["KINDS", "draw", "save"]
+
+WIDTH = 6.75
+"""A paper's text width in inches: text is readable without scaling."""
+
+STYLE = {
+    "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 7, "axes.linewidth": 0.6, "grid.linewidth": 0.4, "svg.hashsalt": "normgeo",
+}  # fmt: skip
+COLORS = dict(zip(("uniform", "random_a", "random_b"), sns.color_palette("colorblind")[:3], strict=True))
+MARKERS = {"uniform": "o", "random_a": "s", "random_b": "^"}
+LABELS = {"uniform": "uniform vector", "random_a": "random vector a", "random_b": "random vector b"}
+PHASE_LABELS = {"pre": "before the norm", "standardized": "standardized", "post": "after the norm"}
+ROLE_LABELS = {
+    "attention": "pre-attention", "mlp": "pre-MLP", "parallel": "pre-attention and MLP", "final": "final",
+    "embedding": "embedding", "cross_attention": "pre-cross-attention", "post_attention": "post-attention",
+    "post_mlp": "post-MLP", "post_cross_attention": "post-cross-attention", "qk": "query/key", "inner": "inner",
+    "mixer": "pre-mixer", "post_mixer": "post-mixer", "head": "head",
+}  # fmt: skip
+
+
+def _styled() -> None:
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
+
+
+def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
+    """(stack, role) in the order of the model, single points last."""
+    keys = part[["stack", "role"]].drop_duplicates().itertuples(index=False, name=None)
+    return sorted(keys, key=lambda k: k[1] in ("embedding", "final", "head"))
+
+
+def _title(stack: str, role: str, several: bool) -> str:
+    name = ROLE_LABELS.get(role, role)
+    return f"{stack.split('.')[-2] if '.' in stack else stack}: {name}" if several and stack else name
+
+
+def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
+    """Mean angle with error bars (one standard deviation over tokens) by layer: *Geometry* fig. 3 and 6-13.
+
+    Behind them the null ensemble: where the mean angles of the random directions lie (all of them, and the central
+    95%), on the same tokens. One column of axes per site role, one row before and one after the norm.
+    """
+    _styled()
+    frame = frame[frame.model == model]
+    panels, phases = _panels(frame), ("pre", "post")
+    sizes = [max(0.28, frame[(frame["stack"] == s) & (frame.role == r)].layer.nunique() / 6) for s, r in panels]
+    ratios = [min(size, 1.0) for size in sizes]
+    figure = matplotlib.figure.Figure(figsize=(WIDTH, 4.0), layout="constrained")
+    grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
+    several = frame["stack"].nunique() > 1
+    for row, phase in enumerate(phases):
+        for column, (stack, role) in enumerate(panels):
+            axes = grid[row, column]
+            here = frame[(frame["stack"] == stack) & (frame.role == role) & (frame.phase == phase)]
+            _angle_panel(axes, here)
+            if row == 0:
+                axes.set_title(_title(stack, role, several))
+            if column == 0:
+                axes.set_ylabel(f"angle, {PHASE_LABELS[phase]} (degrees)")
+            if row == 1:
+                axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
+            if here.layer.nunique() == 1:
+                axes.set_xticks([here.layer.iloc[0]])
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(f"{model}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
+    return figure
+
+
+def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
+    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    null = here[here.direction == "null"].sort_values("layer")
+    if len(null):
+        x, pad = null.layer.to_numpy(float), 0.3 if null.layer.nunique() == 1 else 0.0
+        if pad:
+            x = np.array([x[0] - pad, x[0] + pad])
+        low, high, least, most = (
+            np.resize(null[c].to_numpy(), len(x)) for c in ("q05", "q95", "min_deg", "max_deg")
+        )
+        axes.fill_between(x, least, most, color="0.9", linewidth=0, label="means of random directions: all")
+        axes.fill_between(x, low, high, color="0.78", linewidth=0, label="central 90%")
+    for k, (name, color) in enumerate(COLORS.items()):
+        rows = here[here.direction == name].sort_values("layer")
+        if len(rows):
+            axes.errorbar(
+                rows.layer + 0.18 * (k - 1), rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color,
+                markersize=2.5, elinewidth=0.8, capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
+            )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.08)
+
+
+def _by_layer(
+    frame: pd.DataFrame, title: str, ylabel: str, log: bool
+) -> tuple[matplotlib.figure.Figure, list[tuple[Axes, str, pd.DataFrame]]]:
+    """Axes for one quantity by layer, a panel per model."""
+    _styled()
+    models = list(frame.model.unique())
+    columns = min(2, len(models))
+    rows = -(-len(models) // columns)
+    figure = matplotlib.figure.Figure(figsize=(WIDTH, 0.5 + 2.3 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = []
+    for axes, model in zip(grid.flat, models, strict=False):
+        part = frame[frame.model == model]
+        axes.set(title=model, xlabel="layer")
+        axes.set_yscale("log" if log else "linear")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panels.append((axes, model, part))
+    for axes in list(grid.flat)[len(models) :]:
+        axes.remove()
+    for row in grid:
+        row[0].set_ylabel(ylabel)
+    figure.suptitle(title, fontsize=9)
+    return figure, panels
+
+
+def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
+    palette = sns.color_palette("colorblind")
+    markers = "os^Dv<>pPX*h"
+    for k, (stack, role) in enumerate(_panels(part)):
+        rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer")
+        label = _title(stack, role, part["stack"].nunique() > 1)
+        axes.plot(
+            rows.layer, rows[value], marker=markers[k % 12], markersize=3, linewidth=1, color=palette[k % 10],
+            label=label, zorder=3,
+        )  # fmt: skip
+
+
+def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
+    entries: dict[str, object] = {}
+    for axes, _, _ in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=4, frameon=False)  # pyright: ignore
+
+
+def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+    """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
+    pre = frame[frame.phase == "pre"]
+    figure, panels = _by_layer(pre, "What mean subtraction removes", "energy along the uniform vector (share)", True)
+    for axes, _, part in panels:
+        null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
+        if len(null):
+            axes.plot(null.layer, null.energy_share, color="0.5", linewidth=1, label="random directions: mean")
+            axes.plot(null.layer, null.energy_q95, color="0.5", linewidth=1, linestyle=":", label="95th percentile")
+        _role_lines(axes, part[part.direction == "uniform"], "energy_share")
+    _legend(figure, panels)
+    return figure
+
+
+def norms(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+    """Mean norm of the hidden states before each norm: the residual stream's growth (*Geometry* eq. 17)."""
+    pre = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
+    for axes, _, part in panels:
+        _role_lines(axes, part, "mean_norm")
+    _legend(figure, panels)
+    return figure
+
+
+def rotation(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+    """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
+    rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
+    figure, panels = _by_layer(rows, "Rotation by standardization", "angle between x and y (degrees)", False)
+    for axes, _, part in panels:
+        _role_lines(axes, part, "rotation_deg")
+    _legend(figure, panels)
+    return figure
+
+
+KINDS = {"angles": angles, "energy": energy, "norms": norms, "rotation": rotation}
+
+
+def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib.figure.Figure:
+    """A figure by name.
+
+    Raises:
+        DataError: there is no such figure, or it is of one model and the table has several.
+    """
+    if kind not in KINDS:
+        raise DataError(f"no figure {kind!r}; there are {', '.join(KINDS)}")
+    models = list(frame.model.unique())
+    if kind == "angles" and model is None and len(models) > 1:
+        raise DataError(f"name one of the models {models} to draw its angles")
+    part = frame if model is None else frame[frame.model == model]
+    return KINDS[kind](part, model or models[0])
+
+
+def save(figure: matplotlib.figure.Figure, stem: Path) -> None:
+    """Write a figure as .png (300 dpi) and .svg."""
+    figure.savefig(stem.with_name(stem.name + ".png"), dpi=300)
+    figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})

@@ -1,0 +1,371 @@
+"""Normalization sites: found by what passes through them, classified by what they do.
+
+No list of class names is involved. A module is a norm when its output is gamma * y + beta with y the LayerNorm or the
+RMSNorm of its input (*Geometry* eq. 9 and 11; *Pre-RMSNorm* eq. 1 and 2), which three probes with random vectors
+decide. Where it sits is read off one forward pass on a few tokens: which layer it belongs to, and who reads its output.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.errors import ModelError
+from normgeo.models import example_inputs
+
+__all__ = ["NormSite", "Role", "find_sites"]
+
+Kind = Literal["layernorm", "rmsnorm"]
+Role = Literal[
+    "embedding", "attention", "cross_attention", "mixer", "mlp", "parallel", "post_attention", "post_cross_attention",
+    "post_mixer", "post_mlp", "qk", "inner", "final", "head",
+]  # fmt: skip
+
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
+MIXER = re.compile(r"mamba|mixer|ssm|recurrent|time_mix", re.IGNORECASE)
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """One normalization module of a model.
+
+    Attributes:
+        name: the module's dotted name.
+        kind: `layernorm` when a shift of its input along the uniform vector changes nothing, else `rmsnorm`.
+        role: who reads its output (`attention`, `mlp`, both: `parallel`), whose output it normalizes (`post_*`), or
+            where it sits: `embedding`, `final`, `qk` (on heads), `inner` (inside a branch), `head` (after the model).
+        layer: index of its layer; 0 for `embedding`, the number of layers for `final`.
+        stack: dotted name of the list its layer is in ("" outside of any).
+        d: width of the vectors it normalizes.
+        eps: the constant added to the mean square.
+        gain, bias: whether it has a gamma and a beta.
+        heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
+        call: which of several calls in one forward pass, for modules that layers share.
+    """
+
+    name: str
+    kind: Kind
+    role: Role
+    layer: int
+    stack: str
+    d: int
+    eps: float
+    gain: bool = True
+    bias: bool = False
+    heads: int = 1
+    call: int = 0
+
+    @property
+    def key(self) -> str:
+        """The dotted name, with the call where the module is shared: unique within a model."""
+        return f"{self.name}@{self.call}" if self.call else self.name
+
+
+@dataclass
+class _Call:
+    """One call of a module: when it began and ended, and the tensors that went in and out."""
+
+    name: str
+    began: int
+    inputs: list[Tensor]
+    ended: int = 0
+    output: Any = None
+    leaf: bool = False
+    has_matrix: bool = False
+
+    def feeds(self, other: _Call) -> bool:
+        """Whether the other call reads this one's output, or a view of it."""
+        return _storage(self.output) in {_storage(t) for t in other.inputs}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class _Trace:
+    """Everything that happened in one forward pass, in order."""
+
+    calls: list[_Call] = field(default_factory=list)
+    lists: set[str] = field(default_factory=set)
+
+
+def find_sites(
+    model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False
+) -> list[NormSite]:
+    """Find every normalization module that the model calls, in the order of the forward pass.
+
+    Args:
+        model: any transformers model.
+        inputs: keyword arguments for one small forward pass; made from the configuration when None.
+        qk: also return the norms on the heads of queries and keys.
+
+    Raises:
+        ModelError: no input could be made, the forward pass failed, or there is no norm in the model.
+    """
+    inputs = example_inputs(model) if inputs is None else inputs
+    trace = _traced(model, inputs)
+    modules = dict(model.named_modules())
+    verdicts: dict[str, _Behaviour | None] = {}
+    found: list[tuple[_Call, _Behaviour]] = []
+    for call in sorted((c for c in trace.calls if c.leaf), key=lambda c: c.began):
+        if not _could_be_a_norm(call, modules[call.name]):
+            continue
+        if call.name not in verdicts:
+            verdicts[call.name] = _behaviour(modules[call.name], call.inputs[0].shape)
+        if (behaviour := verdicts[call.name]) is not None:
+            found.append((call, behaviour))
+    if not found:
+        raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass")
+    base = model.base_model_prefix
+    outside = f"{base}." if base and hasattr(model, base) else ""
+    sites = _placed(found, trace, outside, n_tokens=_tokens(inputs))
+    return [site for site in sites if qk or site.role != "qk"]
+
+
+def _tokens(inputs: dict[str, Tensor]) -> int | None:
+    ids = inputs.get("input_ids")
+    return None if ids is None else ids.numel()
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+@contextmanager
+def _hooked(model: nn.Module, trace: _Trace) -> Iterator[None]:
+    handles, clock, stack = [], iter(range(1 << 62)), []
+
+    def before(name: str, module: nn.Module) -> Any:
+        leaf, matrix = not any(module.children()), any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs = _tensors([*args, *kwargs.values()])
+            call = _Call(name, next(clock), inputs, leaf=leaf, has_matrix=leaf and matrix)
+            trace.calls.append(call)
+            stack.append(call)
+
+        return hook
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = stack.pop()
+        call.ended, call.output = next(clock), output
+
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                trace.lists.add(name)
+            handles.append(module.register_forward_pre_hook(before(name, module), with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
+    trace, was_training = _Trace(), model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _hooked(model, trace):
+            model(**inputs)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} failed on the inputs {({k: tuple(v.shape) for k, v in inputs.items()})}: "
+            f"{type(error).__name__}: {str(error)[:200]}; pass inputs=... that it accepts"
+        ) from error
+    finally:
+        model.train(was_training)
+    return trace
+
+
+def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
+    out = call.output
+    return (
+        len(call.inputs) == 1
+        and isinstance(out, Tensor)
+        and out.shape == call.inputs[0].shape
+        and out.ndim >= 2
+        and out.shape[-1] > 1
+        and all(p.numel() <= call.inputs[0].numel() and p.device.type != "meta" for p in module.parameters())
+    )
+
+
+@dataclass(frozen=True)
+class _Behaviour:
+    kind: Kind
+    eps: float
+    gain: bool
+    bias: bool
+
+
+def _standardized(x: Tensor, kind: Kind) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+
+@torch.no_grad()
+def _behaviour(module: nn.Module, shape: torch.Size) -> _Behaviour | None:
+    """What a module does to random vectors of this shape, or None when it is no norm.
+
+    With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
+    vectors and must then predict f on others, whose lengths and means differ widely.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    module = copy.deepcopy(module).to(dtype).eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def probe(scale: float) -> Tensor:
+        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
+        x = signs * (0.5 + torch.rand(shape, generator=generator))
+        lengths = 0.5 + 1.5 * torch.rand((*shape[:-1], 1), generator=generator)
+        return (scale * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
+
+    fits = [probe(1e3) for _ in range(4)]
+    try:
+        odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
+        beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
+        fresh = probe(1e3)
+        truth = module(fresh)
+    except Exception:  # whatever a module raises that wants other inputs: then it is no norm
+        return None
+    if not (torch.isfinite(truth).all() and odd.abs().max() > 0):
+        return None
+    for kind in ("layernorm", "rmsnorm"):
+        y = _standardized(torch.stack(fits), kind)
+        gamma = (odd * y).sum(0) / y.pow(2).sum(0)
+        error = truth - (gamma * _standardized(fresh, kind) + beta)
+        if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
+            eps = _named_eps(module)
+            eps = _measured_eps(module, fresh / 1e3, gamma, kind) if eps is None else eps
+            has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
+            return _Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
+    return None
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return len(list(module.parameters())) > 1
+
+
+def _named_eps(module: nn.Module) -> float | None:
+    values = [v for k, v in vars(module).items() if "eps" in k.lower() and isinstance(v, float)]
+    return values[0] if values else None
+
+
+def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> float:
+    """Eps from how much short vectors come out shorter: |f(sx)| / |gamma y| = 1 / sqrt(1 + eps / (s^2 v))."""
+    y = _standardized(x, kind)
+    centered = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    v = centered.pow(2).mean(-1)
+    best, off = 0.0, 1.0
+    for s in (10.0**-k for k in range(9)):
+        out = (module(s * x) - module(-s * x)) / 2
+        r = ((out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)).clamp(1e-6, 1.0)
+        if (r - 0.5).abs().mean() < off:
+            best, off = (s * s * v * (r**-2 - 1)).mean().item(), (r - 0.5).abs().mean().item()
+    return float(f"{best:.5g}")
+
+
+def _placed(
+    found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, n_tokens: int | None
+) -> list[NormSite]:
+    """Give every norm its layer and role from the order of calls and from who reads its output."""
+    norms = [call for call, _ in found]
+    calls: dict[str, int] = defaultdict(int)
+    sites = []
+    for call, behaviour in found:
+        index, calls[call.name] = calls[call.name], calls[call.name] + 1
+        role, stack, layer = _place(call, norms, trace)
+        if not call.name.startswith(outside):
+            role = "head"
+        shared = sum(c.name == call.name for c in norms) > 1
+        d = call.inputs[0].shape[-1]
+        vectors = call.inputs[0].numel() // d
+        per_head = n_tokens and role in ("qk", "inner") and vectors % n_tokens == 0
+        sites.append(
+            NormSite(
+                call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
+                behaviour.bias, vectors // n_tokens if per_head else 1, index,
+            )
+        )  # fmt: skip
+    return sites
+
+
+def _layer_of(name: str, trace: _Trace) -> tuple[str, int] | None:
+    """The outermost list of modules that the name passes through, and the index in it."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit() and ".".join(parts[:i]) in trace.lists:
+            return ".".join(parts[:i]), int(part)
+    return None
+
+
+def _branch(call: _Call, prefix: str) -> str:
+    """The kind of residual branch that a module inside a layer is part of, from the words of its name."""
+    name = call.name[len(prefix) :]
+    if ATTENTION.search(name):
+        return "cross_attention" if CROSS.search(name) else "attention"
+    return "mixer" if MIXER.search(name) else "mlp"
+
+
+def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, int]:
+    """(role, stack, layer) of one call of a norm."""
+    place = _layer_of(call.name, trace)
+    if place is None:
+        return _place_outside(call, trace)
+    prefix = f"{place[0]}.{place[1]}."
+    begin, end = _block(call, prefix, trace)
+    inside = [c for c in trace.calls if begin <= c.began <= end and c.name.startswith(prefix)]
+    weights = [c for c in inside if c.leaf and c.has_matrix]
+    before = [_branch(c, prefix) for c in weights if c.ended < call.began]
+    after = [_branch(c, prefix) for c in weights if c.began > call.ended]
+    readers = [c for c in inside if c.began > call.ended and call.feeds(c)]
+    if before and after and before[-1] == after[0]:
+        return ("inner" if any(r.has_matrix for r in readers) else "qk"), *place
+    first_norm = min(n.began for n in norms if begin <= n.began <= end and n.name.startswith(prefix))
+    post_ln = bool(weights) and weights[0].began < first_norm
+    if before and (post_ln or not readers):
+        return f"post_{before[-1]}", *place
+    kinds = {_branch(r, prefix) for r in readers if r not in norms} or set(after[:1])
+    if {"attention", "mlp"} <= kinds:
+        return "parallel", *place
+    order = ("cross_attention", "attention", "mixer", "mlp")
+    return next((k for k in order if k in kinds), "inner"), *place
+
+
+def _block(call: _Call, prefix: str, trace: _Trace) -> tuple[int, int]:
+    """When the call of the layer around a norm began and ended (the whole pass where a layer is not called itself)."""
+    spans = [(c.began, c.ended) for c in trace.calls if c.name == prefix[:-1] and c.began < call.began < c.ended]
+    return spans[0] if spans else (0, 1 << 62)
+
+
+def _place_outside(call: _Call, trace: _Trace) -> tuple[Any, str, int]:
+    """A norm outside the layers: before them an embedding's, after them the final one, of the stack nearest by name."""
+    spans: dict[str, tuple[int, int]] = {}
+    for other in trace.calls:
+        if (place := _layer_of(other.name, trace)) is not None:
+            began, layers = spans.get(place[0], (other.began, 0))
+            spans[place[0]] = (began, max(layers, place[1] + 1))
+    if not spans:
+        return "final", "", 0
+
+    def shared(stack: str) -> int:
+        pairs = zip(stack.split("."), call.name.split("."), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    stack = max(spans, key=lambda s: (shared(s), spans[s][1]))
+    began, layers = spans[stack]
+    return ("embedding", stack, 0) if call.began < began else ("final", stack, layers)

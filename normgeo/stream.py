@@ -1,0 +1,161 @@
+"""Model + tokens -> hooks -> sinks: every norm's input and output, batch by batch, without keeping any of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.errors import DataError, ModelError
+from normgeo.models import base_model, max_context
+from normgeo.sites import NormSite
+from normgeo.tokens import TokenBatch
+
+__all__ = ["Sink", "check_context", "forward", "hooked", "stream"]
+
+
+class Sink(Protocol):
+    """Anything that takes hidden states from the stream."""
+
+    def begin(self, batch: TokenBatch) -> None:
+        """A batch is about to go through the model."""
+
+    def take(self, site: int, phase: Literal["pre", "post"], hidden: Float[Tensor, "vectors d"]) -> None:
+        """What goes into (`pre`) or comes out of (`post`) the norm with this index, one vector a row, in token order.
+
+        The tensor is the model's own and may be overwritten after the call: keep a copy or a result, never the tensor.
+        """
+
+    def end(self) -> None:
+        """The batch has gone through the model."""
+
+
+@contextmanager
+def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[None]:
+    """While inside, every call of a site's module hands its input and output to the sinks; afterwards nothing stays."""
+    by_name: dict[str, dict[int, int]] = defaultdict(dict)
+    for index, site in enumerate(sites):
+        by_name[site.name][site.call] = index
+    modules, handles = dict(model.named_modules()), []
+    calls: dict[str, int] = {}
+
+    def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
+        rows = hidden.detach().reshape(-1, sites[site].d)
+        for sink in sinks:
+            sink.take(site, phase, rows)
+
+    def hooks(name: str) -> tuple[Any, Any]:
+        by_call = by_name[name]
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[name] += 1
+            if (site := by_call.get(calls[name] - 1)) is not None:
+                hand(site, "pre", args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if (site := by_call.get(calls[name] - 1)) is not None:
+                hand(site, "post", output)
+
+        return before, after
+
+    def reset(*_: Any) -> None:
+        calls.update(dict.fromkeys(by_name, 0))
+
+    try:
+        reset()
+        handles.append(model.register_forward_pre_hook(reset))
+        for name in by_name:
+            before, after = hooks(name)
+            handles.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(modules[name].register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_context(model: PreTrainedModel, context: int) -> None:
+    """Refuse contexts that are longer than the model has positions for.
+
+    Raises:
+        DataError: the context is too long.
+    """
+    longest = max_context(model)
+    if longest is not None and context > longest:
+        raise DataError(f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest}")
+
+
+def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
+    """The base model where it holds all the sites, else the whole model."""
+    base = base_model(model)
+    inside = {id(m) for m in base.modules()}
+    modules = dict(model.named_modules())
+    return base if all(id(modules[site.name]) in inside for site in sites) else model
+
+
+def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> None:
+    """Run a model on a batch of token ids, without a cache.
+
+    Raises:
+        DataError: a token id is beyond the vocabulary.
+        ModelError: the model takes no token ids, or the device is out of memory.
+    """
+    if batch.ids.max() >= vocabulary:
+        raise DataError(
+            f"token id {batch.ids.max()} is beyond the model's vocabulary of {vocabulary}: these ids come from another "
+            "tokenizer"
+        )
+    ids = torch.from_numpy(batch.ids).to(model.device)
+    accepted = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    if "decoder_input_ids" in accepted:
+        options["decoder_input_ids"] = ids
+    try:
+        model(input_ids=ids, **options)
+    except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "memory" in str(error).lower():
+            rows = batch.ids.shape[0]
+            raise ModelError(
+                f"out of memory on {model.device} with {rows} contexts of {batch.ids.shape[1]} tokens at once; give a "
+                f"smaller --batch (try {max(1, rows // 2)}) or --context"
+            ) from error
+        raise
+
+
+def stream(
+    model: PreTrainedModel, sites: Sequence[NormSite], batches: Iterable[TokenBatch], sinks: Sequence[Sink]
+) -> Iterator[TokenBatch]:
+    """Run the batches through the model; yields each batch when the sinks have it.
+
+    Raises:
+        ModelError: the model takes no token ids, or the device is out of memory.
+        DataError: a token id is beyond the vocabulary.
+    """
+    if model.main_input_name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
+    runner = _runner(model, sites)
+    embeddings = model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])  # pyright: ignore
+    prefix = next((n for n, m in model.named_modules() if m is runner), "")
+    local = [_renamed(site, prefix) for site in sites]
+    with torch.inference_mode(), hooked(runner, local, sinks):
+        for batch in batches:
+            for sink in sinks:
+                sink.begin(batch)
+            forward(runner, batch, vocabulary)
+            for sink in sinks:
+                sink.end()
+            yield batch
+
+
+def _renamed(site: NormSite, prefix: str) -> NormSite:
+    from dataclasses import replace
+
+    return replace(site, name=site.name.removeprefix(f"{prefix}.")) if prefix else site

@@ -1,0 +1,121 @@
+"""*Geometry*'s two scenarios (section 3.2), put to the test in plain words and with the numbers."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+__all__ = ["CENTERED_DEG", "already_centered", "scenario", "verdict"]
+
+CENTERED_DEG = 1e-3
+"""A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
+
+EXPECTED_OUTSIDE = 0.05
+LARGE_ENERGY = 0.05
+
+
+def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    return frame[(frame.direction == "uniform") & (frame.phase == phase)]
+
+
+def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
+    """The sites whose inputs have no component along the uniform vector beyond rounding, as after a conversion."""
+    pre = _uniform(frame, "pre")
+    return pre[(pre.std_deg < CENTERED_DEG) & ((pre.mean_deg - 90).abs() < CENTERED_DEG)]
+
+
+def scenario(frame: pd.DataFrame) -> dict[str, float | bool | str]:
+    """The test of one kind of norm of one model.
+
+    The uniform vector is special at a site when more of the hidden states' energy lies along it than along 95% of the
+    random directions, and large when it is more than 5% of the energy as well. The scenario holds when most sites have
+    a large component.
+    """
+    pre = _uniform(frame, "pre")
+    special = pre.energy_percentile >= 95
+    large = special & (pre.energy_share > LARGE_ENERGY)
+    outside = (pre.null_percentile < 2.5) | (pre.null_percentile > 97.5)
+    top = pre.loc[pre.energy_share.idxmax()]
+    return {
+        "sites": len(pre),
+        "mean_deg": pre.mean_deg.median(),
+        "least_deg": pre.mean_deg.min(),
+        "most_deg": pre.mean_deg.max(),
+        "post_deg": _uniform(frame, "post").mean_deg.median(),
+        "outside": int(outside.sum()),
+        "z": pre.null_z.abs().median(),
+        "special": int(special.sum()),
+        "large": int(large.sum()),
+        "energy": pre.energy_share.median(),
+        "top_energy": top.energy_share,
+        "top_site": str(top.site),
+        "null_energy": frame[(frame.direction == "null") & (frame.phase == "pre")].energy_share.median(),
+        "tested": bool(pre.null_percentile.notna().any()),
+        "holds": bool(large.mean() > 0.5),
+    }
+
+
+def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
+    layernorm = kind == "layernorm"
+    number = "1" if layernorm else "2"
+    claim = (
+        "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
+        if layernorm
+        else "hidden states of an RMSNorm model, trained without mean subtraction, keep a large component along the "
+        "uniform vector"
+    )
+    act = "mean subtraction removes" if layernorm else "mean subtraction, had the model had it, would remove"
+    lines = [
+        f"**Scenario {number}** ({claim}): **{'holds' if s['holds'] else 'does not hold'}** for {model}.",
+        "",
+        f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
+        f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
+        f"- Energy: {act} {100 * s['energy']:.3f}% of the squared norm at the median site, at most "
+        f"{100 * s['top_energy']:.3f}% ({s['top_site']}). A random direction holds {100 * s['null_energy']:.3f}%.",
+    ]
+    if s["tested"]:
+        lines += [
+            f"- Null ensemble: the uniform vector's mean angle lies outside the central 95% of random directions at "
+            f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f}); median |z| "
+            f"{s['z']:.2f}. More energy lies along it than along 95% of random directions at {s['special']} of "
+            f"{s['sites']} sites; at {s['large']} that is also more than {100 * LARGE_ENERGY:.0f}% of the energy, which "
+            f"is what the scenario asks for at most sites.",
+        ]
+    return lines
+
+
+def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
+    if sinks.empty:
+        return []
+    keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
+    names = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
+    lines = ["", "Attention sinks apart (before the norm, median over sites; all tokens are included above):", "",
+             "| tokens | count | angle to uniform | norm |", "| --- | --- | --- | --- |"]  # fmt: skip
+    for group, name in names.items():
+        part = keep[keep.tokens == group]
+        if len(part):
+            lines.append(
+                f"| {name} | {part.n_tokens.max():,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
+            )
+    return lines
+
+
+def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
+    """The verdict on every model in a table, in Markdown."""
+    lines = ["# Verdict", ""]
+    for model, part in frame.groupby("model", sort=False):
+        n = part[part.direction == "uniform"].n_tokens.max()
+        lines += [f"## {model}", "", f"{n:,} tokens."]
+        if (excluded := int(part[part.direction == "uniform"].n_excluded.max())) > 0:
+            lines += ["", f"Up to {excluded:,} vectors at a site were zero or not finite and are left out."]
+        if len(centered := already_centered(part)):
+            lines += [
+                "",
+                f"**Already centered**: at {len(centered)} of {part.site.nunique()} sites the inputs have no component "
+                "along the uniform vector beyond rounding. Someone subtracted the mean from the weights that write "
+                "there (a converted model, or a loader that centers). Angles of 90° say nothing about training here.",
+            ]
+        for kind, group in part.groupby("kind", sort=False):
+            lines += ["", *_paragraphs(str(model), str(kind), scenario(group))]
+        lines += _sinks(part, sinks[sinks.model == model] if len(sinks) else sinks)
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""Tiny random Hugging Face models, built from configs, with every gain and bias perturbed."""
+
+import torch
+import transformers as hf
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96,
+         "max_position_embeddings": 64}  # fmt: skip
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+
+CONFIGS = {
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, GPT2_LIKE),
+    "gpt_neo": (hf.GPTNeoForCausalLM, hf.GPTNeoConfig, {
+        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]]}),
+    "gptj": (hf.GPTJForCausalLM, hf.GPTJConfig, GPT2_LIKE | {"rotary_dim": 4}),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, SMALL),
+    "opt": (hf.OPTForCausalLM, hf.OPTConfig, {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 96,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32}),
+    "bloom": (hf.BloomForCausalLM, hf.BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig, SMALL | {"new_decoder_architecture": False, "alibi": False}),
+    "phi": (hf.PhiForCausalLM, hf.PhiConfig, SMALL),
+    "stablelm": (hf.StableLmForCausalLM, hf.StableLmConfig, SMALL | {"num_key_value_heads": 4}),
+    "mpt": (hf.MptForCausalLM, hf.MptConfig, {
+        "d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64}),
+    "olmo": (hf.OlmoForCausalLM, hf.OlmoConfig, SMALL),
+    "cohere": (hf.CohereForCausalLM, hf.CohereConfig, SMALL | {"num_key_value_heads": 4} | TOKENS),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, SMALL),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, SMALL | {"num_key_value_heads": 2}),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, SMALL | {"num_key_value_heads": 2, "head_dim": 8}),
+    "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, SMALL | {"num_key_value_heads": 2, "head_dim": 8}),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, SMALL | {"num_key_value_heads": 2, "head_dim": 8}),
+    "nemotron": (hf.NemotronForCausalLM, hf.NemotronConfig, SMALL | {"num_key_value_heads": 2}),
+    "bert": (hf.BertForMaskedLM, hf.BertConfig, SMALL),
+    "albert": (hf.AlbertForMaskedLM, hf.AlbertConfig, SMALL | {"embedding_size": 32}),
+    "vit": (hf.ViTForImageClassification, hf.ViTConfig, {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16,
+        "patch_size": 8}),
+    "whisper": (hf.WhisperForConditionalGeneration, hf.WhisperConfig, {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 96,
+        "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16, "decoder_start_token_id": 1}
+        | TOKENS),
+    "t5": (hf.T5ForConditionalGeneration, hf.T5Config, {
+        "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96,
+        "decoder_start_token_id": 0}),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, SMALL | {"num_key_value_heads": 4}),
+}  # fmt: skip
+
+
+def perturb(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Move every vector parameter off its initial value: gamma 1 and beta 0 hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += (0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    return model
+
+
+def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
+    """A tiny random model of an architecture, in evaluation mode."""
+    cls, config, shape = CONFIGS[name]
+    torch.manual_seed(seed)
+    return perturb(cls(config(**(shape | changes))).eval(), seed)
