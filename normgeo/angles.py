@@ -263,7 +263,7 @@ def measure_angles(
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     chosen = select_sites(find_sites(model), sites) if sites is None or isinstance(sites, str) else list(sites)
-    bos = model.config.get_text_config().bos_token_id if bos is None else bos
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos
     statistics = new_statistics(model, chosen, null=null, seed=seed, null_every=null_every, bos=bos)
     batches = source.batches(n_tokens, batch)
     with progress_bar("measuring", n_tokens or source.n_tokens or 0, enabled=progress) as advance:
