@@ -1,1 +1,53 @@
-"""normgeo: geometric analysis of the normalization layers of transformers."""
+"""normgeo: geometric analysis of the normalization layers of transformers.
+
+The public names below are imported when first used, so that `import normgeo` is quick and has no side effects.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from normgeo.angles import AngleTable, measure_angles
+    from normgeo.errors import NormGeoError
+    from normgeo.geometry import Directions, angle, standardize, uniform_vector
+    from normgeo.models import load_model, load_tokenizer
+    from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
+    from normgeo.scalars import ScalarStore
+    from normgeo.sites import NormSite, find_sites
+    from normgeo.tokens import TokenStream, load_tokens
+
+__all__ = [
+    "AngleTable",
+    "CRMSNorm",
+    "Directions",
+    "LayerNorm",
+    "NormGeoError",
+    "NormSite",
+    "RMSNorm",
+    "ScalarStore",
+    "TokenStream",
+    "angle",
+    "find_sites",
+    "load_model",
+    "load_tokenizer",
+    "load_tokens",
+    "measure_angles",
+    "standardize",
+    "uniform_vector",
+]
+
+_HOME = {
+    "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
+    "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
+    "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",
+    "ScalarStore": "scalars", "NormSite": "sites", "find_sites": "sites", "TokenStream": "tokens",
+    "load_tokens": "tokens",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'normgeo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"normgeo.{_HOME[name]}"), name)

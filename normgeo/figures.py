@@ -71,7 +71,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
             if row == 0:
                 axes.set_title(_title(stack, role, several))
             if column == 0:
-                axes.set_ylabel(f"angle, {PHASE_LABELS[phase]} (degrees)")
+                axes.set_ylabel(f"{PHASE_LABELS[phase]} (degrees)")
             if row == 1:
                 axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
             if here.layer.nunique() == 1:
@@ -153,7 +153,7 @@ def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
 def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
-    figure, panels = _by_layer(pre, "What mean subtraction removes", "energy along the uniform vector (share)", True)
+    figure, panels = _by_layer(pre, "What mean subtraction removes", "share of energy along 1", True)
     for axes, _, part in panels:
         null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
         if len(null):
@@ -177,7 +177,7 @@ def norms(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Fi
 def rotation(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
     """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
     rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
-    figure, panels = _by_layer(rows, "Rotation by standardization", "angle between x and y (degrees)", False)
+    figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
         _role_lines(axes, part, "rotation_deg")
     _legend(figure, panels)

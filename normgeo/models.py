@@ -131,7 +131,7 @@ def load_model(
 def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
     if raw.get("model_type") == TwinConfig.model_type:
-        return TwinConfig.from_dict(raw), TwinLMHeadModel
+        return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
     if "auto_map" in raw and trust:
         options["trust_remote_code"] = True
