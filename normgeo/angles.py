@@ -122,14 +122,17 @@ def _named_rows(state: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[s
     everything = slice(None)
     for k, name in enumerate(NAMES):
         row = {"direction": name} | _moments(state, everything, i, p, k)
-        row |= _quantiles(state["histogram"][i, p, k], row["min_deg"], row["max_deg"])
+        row |= _quantiles(state["histogram"][i, p, k], float(row["min_deg"]), float(row["max_deg"]))
         if name == "uniform":
             row |= _against_null(state, i, p)
             if PHASES[p] == "standardized":
                 n = row["n_tokens"]
                 mean = state["rotation"][:, i].sum() / UNIT / n
                 square = state["rotation_square"][:, i].sum() / UNIT / n
-                row |= {"rotation_deg": mean, "rotation_std_deg": float(np.sqrt(max(0.0, square - mean * mean)))}
+                row |= {
+                    "rotation_deg": mean,
+                    "rotation_std_deg": float(np.sqrt(max(0.0, square - mean * mean))),
+                }
         yield row
 
 
@@ -210,7 +213,13 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
 
 
 def new_statistics(
-    model: PreTrainedModel, sites: Sequence[NormSite], *, null: int, seed: int, null_every: int, bos: int | None
+    model: PreTrainedModel,
+    sites: Sequence[NormSite],
+    *,
+    null: int,
+    seed: int,
+    null_every: int,
+    bos: int | None,
 ) -> AngleStatistics:
     """Empty statistics for these sites of a model, with the directions of a seed."""
     directions = {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}

@@ -4,18 +4,129 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from normgeo.errors import NormGeoError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 132)  # a pipe or a log has no width of its own
 
 
 @app.callback()
-def root() -> None:
+def root(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
     """Geometric analysis of the normalization layers of transformers."""
+
+
+Resume = Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")]
+
+
+@app.command()
+def angles(
+    model: Annotated[str | None, typer.Argument(help="Hub id or local directory; default: the embedded pair.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="sample, wikipedia, or a path: .jsonl, .parquet or .txt with text, .npy with token ids."),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens. [default: 1,000,000, or all]")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens the model sees together. [default: up to 1024]")] = None,
+    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float64, float32, bfloat16, float16. [default: float32 on CPU, else auto]"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+    device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
+    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
+    null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
+    sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
+    qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
+    keep: Annotated[
+        str | None, typer.Option(help="scalars or none. [default: scalars for runs up to 2M tokens]")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/<model>-<date>]")] = None,
+    resume: Resume = None,
+) -> None:
+    """Measure the angles of hidden states before and after every norm."""
+    from normgeo import runs
+
+    _quiet()
+    names = (model,) if model else runs.RunConfig().models
+    where = resume or out or runs.default_out(names)
+    try:
+        if resume:
+            table = runs.resume_run(resume, announce=console.print)
+        else:
+            config = runs.RunConfig(
+                names, data, tokens, context, batch, dtype, device, device_map, null, null_every, seed, sites, qk, keep,
+                revision, trust_remote_code,
+            )  # fmt: skip
+            table = runs.start_run(config, where, announce=console.print)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; finish it with: normgeo angles --resume {where}")
+        raise typer.Exit(130) from None
+    _summary(table.frame, where)
+
+
+def _summary(frame: pd.DataFrame, where: Path) -> None:
+    from normgeo.verdict import already_centered
+
+    excluded = frame[frame.direction == "uniform"].n_excluded.max()
+    if excluded:
+        console.print(f"[yellow]warning[/]: up to {excluded:,} vectors at a site were zero or not finite; left out")
+    centered = already_centered(frame)
+    for name, part in centered.groupby("model"):
+        console.print(
+            f"[yellow]warning[/]: {name} is already centered: at {len(part)} sites the inputs have no component along "
+            "the uniform vector beyond rounding, so its angles of 90° were made, not found"
+        )
+    table = Table("model", "role", "norm", "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
+    uniform = frame[frame.direction == "uniform"]
+    for (name, role, kind), part in uniform.groupby(["model", "role", "kind"], sort=False):
+        pre, post = part[part.phase == "pre"], part[part.phase == "post"]
+        table.add_row(
+            str(name), str(role), str(kind), str(len(pre)), f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
+            f"{post.mean_deg.mean():.2f} ± {post.std_deg.mean():.2f}°", f"{100 * pre.energy_share.mean():.3f}%",
+            f"{pre.null_percentile.median():.0f}",
+        )  # fmt: skip
+    console.print("Angles to the uniform vector (mean over sites of mean ± standard deviation over tokens)")
+    console.print(table)
+    console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
+
+
+@app.command()
+def models() -> None:
+    """List the models of Geometry table 1 and the embedded pair."""
+    from normgeo.models import EMBEDDED, TABLE_1
+
+    table = Table("model", "hub id", "revision", "d", "layers", "norm", "parameters", "memory (16 bit)", box=SIMPLE)
+    for card in TABLE_1:
+        table.add_row(
+            card.name, card.hub_id, card.revision[:10], str(card.d), str(card.layers), card.norm,
+            f"{card.parameters / 1e9:.2f}B", f"{card.memory_gb:.1f} GB",
+        )  # fmt: skip
+    for name, norm in zip(EMBEDDED, ("LayerNorm", "RMSNorm"), strict=True):
+        table.add_row(name, "(embedded)", "", "192", "6", norm, "3.5M", "7 MB")
+    console.print(table)
+
+
+def _quiet() -> None:
+    """Leave the terminal to our own output: one progress bar, one line for an error."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 @app.command()
@@ -42,7 +153,12 @@ def train(
     tokenizer = training.train_tokenizer(texts, vocabulary)
     stream = tokens.load_tokens(data, tokenizer, recipe.context, exclude=left_out)
     held_out = tokens.load_tokens(exclude, tokenizer, recipe.context) if exclude else None
-    for kind in ("layernorm", "rmsnorm") if norm == "both" else (norm,):
+    kinds: dict[str, tuple[training.Norm, ...]] = {
+        "both": ("layernorm", "rmsnorm"), "layernorm": ("layernorm",), "rmsnorm": ("rmsnorm",),
+    }  # fmt: skip
+    if norm not in kinds:
+        raise NormGeoError(f"no norm {norm!r} to train; choose {', '.join(kinds)}")
+    for kind in kinds[norm]:
         model, curve = training.train(
             kind, recipe, stream, len(tokenizer), held_out=held_out, device=device,
             report=lambda row, kind=kind: console.print(kind, {k: round(v, 4) for k, v in row.items()}),
@@ -56,5 +172,13 @@ def train(
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line: an error that normgeo raises on purpose is one line, and the exit status is 1."""
+    debug = "--debug" in sys.argv
+    sys.argv = [a for a in sys.argv if a != "--debug"]
+    try:
+        app()
+    except NormGeoError as error:
+        if debug:
+            raise
+        Console(stderr=True).print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        sys.exit(1)

@@ -89,9 +89,7 @@ def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
         x, pad = null.layer.to_numpy(float), 0.3 if null.layer.nunique() == 1 else 0.0
         if pad:
             x = np.array([x[0] - pad, x[0] + pad])
-        low, high, least, most = (
-            np.resize(null[c].to_numpy(), len(x)) for c in ("q05", "q95", "min_deg", "max_deg")
-        )
+        low, high, least, most = (np.resize(null[c].to_numpy(), len(x)) for c in ("q05", "q95", "min_deg", "max_deg"))
         axes.fill_between(x, least, most, color="0.9", linewidth=0, label="means of random directions: all")
         axes.fill_between(x, low, high, color="0.78", linewidth=0, label="central 90%")
     for k, (name, color) in enumerate(COLORS.items()):

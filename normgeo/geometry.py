@@ -34,7 +34,7 @@ def uniform_vector(d: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, 
 
 
 def mean_vector(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    r"""mu = (1.x / d) **1** = (x.û) û with û = **1**/sqrt(d) (*Geometry* eq. 2 and 7).
+    r"""Mu = (1.x / d) **1** = (x.û) û with û = **1**/sqrt(d) (*Geometry* eq. 2 and 7).
 
     >>> mean_vector(torch.tensor([1.0, 2.0, 6.0]))
     tensor([3., 3., 3.])

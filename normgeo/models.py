@@ -123,8 +123,8 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _explained(str(name), error) from error
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
-    if str(name) in EMBEDDED:
-        model.float()  # stored in half precision to stay small, defined as computing in float32
+    if str(name) in EMBEDDED and dtype == "auto":
+        model.float()  # stored in half precision to stay small, meant to compute in float32
     return model.to(device) if device is not None and device_map is None else model  # pyright: ignore
 
 
@@ -164,7 +164,13 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     options = {"revision": revision} if revision else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what a missing tokenizer raises, by kind
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # what a missing tokenizer raises, by kind
         return None
     return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
 
@@ -177,7 +183,13 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 def max_context(model: PreTrainedModel) -> int | None:
     """The longest context the model has positions for, or None where its configuration names no bound."""
     text = model.config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
+    for name in (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+    ):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -27,6 +27,8 @@ class _Norm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
         self.d, self.eps = d, eps
         gamma = nn.Parameter(torch.ones(d, dtype=dtype, device=device)) if affine else None
         beta = nn.Parameter(torch.zeros(d, dtype=dtype, device=device)) if affine and bias else None
@@ -37,7 +39,7 @@ class _Norm(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """z = gamma * y + beta, y the standardized input."""
+        """Z = gamma * y + beta, y the standardized input."""
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
         if self.weight is not None:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 __all__ = ["progress_bar"]
@@ -20,7 +28,13 @@ class _Rate(ProgressColumn):
 @contextmanager
 def progress_bar(label: str, total: int, *, done: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on standard error; gives the function to call with the number of tokens just finished."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bar:
         task = bar.add_task(label, total=total, completed=done)
         yield lambda tokens: bar.advance(task, tokens)

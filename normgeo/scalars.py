@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,9 @@ __all__ = ["ScalarStore", "ScalarWriter", "bytes_needed"]
 QUANTITIES = ("norm", *NAMES)
 
 
-def bytes_needed(sites: Sequence[NormSite], n_tokens: int) -> int:
-    """Size in bytes of the scalars of `n_tokens` tokens."""
+def bytes_needed(sites: Sequence[NormSite], n_tokens: int, block: int) -> int:
+    """Size in bytes of the scalars of `n_tokens` tokens in whole chunks of `block` tokens."""
+    n_tokens = -(-n_tokens // block) * block
     return n_tokens * (3 * 8 + sum(2 * 4 * len(QUANTITIES) * site.heads for site in sites))
 
 
@@ -119,13 +121,15 @@ class ScalarStore:
         except (FileNotFoundError, KeyError, OSError) as error:
             raise RunError(f"{path} is not a scalars.zarr: {error}") from error
         groups = self.root["sites"]
-        self.sites: list[str] = sorted(name.removesuffix("/pre") for name in self._leaves(groups) if name.endswith("/pre"))
+        self.sites: list[str] = sorted(
+            name.removesuffix("/pre") for name in self._leaves(groups) if name.endswith("/pre")
+        )
 
     def _token(self, name: str) -> np.ndarray:
         return np.asarray(self.root[f"tokens/{name}"][:])  # pyright: ignore
 
     @staticmethod
-    def _leaves(group: zarr.Group) -> list[str]:  # pyright: ignore
+    def _leaves(group: Any) -> list[str]:
         return [name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
 
     def _block(self, site: str, phase: str) -> tuple[Tensor, dict]:

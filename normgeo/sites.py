@@ -102,9 +102,7 @@ class _Trace:
     lists: set[str] = field(default_factory=set)
 
 
-def find_sites(
-    model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False
-) -> list[NormSite]:
+def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
     """Find every normalization module that the model calls, in the order of the forward pass.
 
     Args:
@@ -183,7 +181,7 @@ def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
             model(**inputs)
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} failed on the inputs {({k: tuple(v.shape) for k, v in inputs.items()})}: "
+            f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
             f"{type(error).__name__}: {str(error)[:200]}; pass inputs=... that it accepts"
         ) from error
     finally:
@@ -279,9 +277,7 @@ def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> fl
     return float(f"{best:.5g}")
 
 
-def _placed(
-    found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, n_tokens: int | None
-) -> list[NormSite]:
+def _placed(found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, n_tokens: int | None) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
     norms = [call for call, _ in found]
     calls: dict[str, int] = defaultdict(int)
@@ -294,11 +290,12 @@ def _placed(
         shared = sum(c.name == call.name for c in norms) > 1
         d = call.inputs[0].shape[-1]
         vectors = call.inputs[0].numel() // d
-        per_head = n_tokens and role in ("qk", "inner") and vectors % n_tokens == 0
+        per_head = role in ("qk", "inner") and n_tokens is not None and vectors % n_tokens == 0
+        heads = vectors // n_tokens if per_head and n_tokens else 1
         sites.append(
             NormSite(
                 call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
-                behaviour.bias, vectors // n_tokens if per_head else 1, index,
+                behaviour.bias, heads, index,
             )
         )  # fmt: skip
     return sites

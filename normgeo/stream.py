@@ -57,7 +57,11 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[name] += 1
             if (site := by_call.get(calls[name] - 1)) is not None:
-                hand(site, "pre", args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+                hand(
+                    site,
+                    "pre",
+                    args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)),
+                )
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             if (site := by_call.get(calls[name] - 1)) is not None:

@@ -1,4 +1,4 @@
-"""Training twins: the same GPT-2 with LayerNorm and with RMSNorm, on the same data, in the same order, from one seed."""
+"""Training twins: one GPT-2 with LayerNorm and one with RMSNorm, on the same data, in the same order, from one seed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ def evaluate(model: GPT2LMHeadModel, tokens: TokenStream, rows: int = 16) -> flo
 def _optimizer(model: GPT2LMHeadModel, recipe: Recipe) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2))
 
 
@@ -157,8 +160,10 @@ def train(
     """
     ids = np.concatenate([batch.ids.ravel() for batch in tokens.batches(None, 64)])
     if len(ids) <= recipe.context * recipe.batch:
-        raise DataError(f"training needs more than {recipe.context * recipe.batch:,} tokens, {tokens.source} has {len(ids):,}")
-    model = build_twin(norm, recipe, vocabulary).to(device).train()
+        raise DataError(
+            f"training needs more than {recipe.context * recipe.batch:,} tokens, {tokens.source} has {len(ids):,}"
+        )
+    model = build_twin(norm, recipe, vocabulary).to(device).train()  # pyright: ignore[reportArgumentType]
     optimizer, batches = _optimizer(model, recipe), _contexts(ids, recipe)
     torch.manual_seed(recipe.seed)  # dropout masks are the twins' own, and the same for both
     curve: list[dict[str, float]] = []
@@ -175,7 +180,9 @@ def train(
         optimizer.step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
-            raise NormGeoError(f"the loss became {losses[-1]} at step {step + 1}; lower the learning rate ({recipe.lr})")
+            raise NormGeoError(
+                f"the loss became {losses[-1]} at step {step + 1}; lower the learning rate ({recipe.lr})"
+            )
         if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
             row = {"step": step + 1, "train_loss": float(np.mean(losses)), "lr": learning_rate(step, recipe)}
             if held_out is not None:
@@ -189,7 +196,7 @@ def train(
 def save_twin(model: GPT2LMHeadModel, tokenizer: Any, out: Path, dtype: torch.dtype, note: dict[str, Any]) -> None:
     """Save a twin as safetensors with its tokenizer and `training.json`; the directory appears whole or not at all."""
     scratch = out.with_name(out.name + ".partial")
-    model.to(dtype).save_pretrained(scratch)
+    model.to(dtype).save_pretrained(scratch)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(scratch)
     (scratch / "training.json").write_text(json.dumps(note, indent=2) + "\n")
     os.replace(scratch, out)

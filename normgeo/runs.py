@@ -1,0 +1,394 @@
+"""Runs: a directory that an analysis writes, that a kill cannot damage, and that `resume` finishes.
+
+run.json            what was run on what: configuration, models and data by hash, versions, command line
+state/<model>.safetensors   the statistics so far, renamed into place after every block of tokens
+scalars.zarr/<model>        per-token scalars, where kept
+angles.parquet, sinks.parquet, verdict.md, figures/   written when every model is done
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from transformers import PreTrainedModel
+
+from normgeo import figures
+from normgeo.angles import AngleTable, new_statistics, select_sites
+from normgeo.errors import NormGeoError, RunError
+from normgeo.models import EMBEDDED, base_model, load_model, load_tokenizer, max_context, weights_digest
+from normgeo.progress import progress_bar
+from normgeo.scalars import ScalarWriter, bytes_needed
+from normgeo.sites import NormSite, find_sites
+from normgeo.statistics import AngleStatistics
+from normgeo.stream import check_context, forward, stream
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+
+__all__ = ["RunConfig", "default_out", "resume_run", "start_run"]
+
+BLOCK_TOKENS = 16_384
+KEEP_SCALARS_UP_TO = 2_000_000
+DEFAULT_TOKENS = 1_000_000
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run's numbers are, as the command line gives it; None is the default."""
+
+    models: tuple[str, ...] = tuple(EMBEDDED)
+    data: str | None = None
+    tokens: int | None = None
+    context: int | None = None
+    batch: int = 8
+    dtype: str | None = None
+    device: str = "auto"
+    device_map: str | None = None
+    null: int = 256
+    null_every: int = 8
+    seed: int = 0
+    sites: str | None = None
+    qk: bool = False
+    keep: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
+        if self.dtype not in (None, "auto", *DTYPES):
+            raise NormGeoError(f"no dtype {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        if self.keep not in (None, "scalars", "none"):
+            raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
+
+    @property
+    def source(self) -> str:
+        """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
+        return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
+
+
+def default_out(models: tuple[str, ...]) -> Path:
+    """`runs/<model>-<date>`, with a number behind it where that is taken."""
+    name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
+    stem = Path("runs") / f"{name}-{datetime.date.today()}"
+    candidates = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())
+
+
+def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
+    """Start a run in an empty directory; see `_execute` for the options.
+
+    Raises:
+        RunError: the directory holds something else, or the disk is full.
+        NormGeoError: whatever is wrong with the model, the data or the hidden states.
+    """
+    if (out / "run.json").is_file():
+        status = _read(out)["status"]
+        finish = f"finish it with --resume {out}, or " if status != "complete" else ""
+        raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists and is no run; give another --out")
+    return _execute(config, out, {"status": "new", "models": {}}, **options)
+
+
+def resume_run(out: Path, **options: Any) -> AngleTable:
+    """Finish an interrupted run with the configuration it was started with.
+
+    Raises:
+        RunError: there is no run, it is complete, or the model or the data are no longer those it was started with.
+    """
+    if not (out / "run.json").is_file():
+        raise RunError(f"{out} holds no run.json; there is nothing to resume")
+    record = _read(out)
+    if record["status"] == "complete":
+        raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
+    stored = record["config"]
+    return _execute(RunConfig(**(stored | {"models": tuple(stored["models"])})), out, record, **options)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    try:
+        return json.loads((out / "run.json").read_text())
+    except ValueError as error:
+        raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
+    scratch = path.with_name(path.name + ".partial")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _save_record(out: Path, record: dict[str, Any]) -> None:
+    _write(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+@contextmanager
+def _full_disk_explained(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
+        ) from error
+
+
+def _execute(
+    config: RunConfig,
+    out: Path,
+    record: dict[str, Any],
+    *,
+    announce: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+) -> AngleTable:
+    """Run every model, committing as it goes, then write tables, verdict and figures.
+
+    Args:
+        config: what to run.
+        out: where.
+        record: `run.json` so far.
+        announce: called with one line before each model: what will be measured and what it will cost.
+        progress: show a progress bar.
+    """
+    tables = []
+    for name in config.models:
+        job = _prepare(config, name)
+        if record["status"] == "new":  # only now is it known that the model and the data exist
+            record = _new_record(config)
+        _check_same(record["models"].setdefault(name, job.about), job.about, out)
+        with _full_disk_explained(out):
+            (out / "state").mkdir(parents=True, exist_ok=True)
+            _save_record(out, record)
+            statistics = _measure(config, job, out, announce, progress)
+        tables.append(AngleTable.from_statistics(statistics, job.label))
+    table = AngleTable.concatenated(tables)
+    with _full_disk_explained(out):
+        table.save(out)
+        _write(out / "verdict.md", table.verdict().encode())
+        _draw(table, out / "figures")
+        record |= {"status": "complete", "finished": _now()}
+        _save_record(out, record)
+    return table
+
+
+def _draw(table: AngleTable, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for model in table.frame.model.unique():
+        figures.save(table.plot("angles", model), folder / f"angles-{_safe(model)}")
+    for kind in ("energy", "norms", "rotation"):
+        figures.save(table.plot(kind), folder / kind)
+
+
+def _new_record(config: RunConfig) -> dict[str, Any]:
+    packages = ("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
+    return {
+        "status": "running",
+        "started": _now(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+        "config": asdict(config),
+        "models": {},
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _check_same(then: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    for key in ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype"):
+        if then[key] != now[key]:
+            raise RunError(
+                f"{out} was started with another {key.replace('_', ' ')}: {str(then[key])[:80]}, now "
+                f"{str(now[key])[:80]}; start a new run"
+            )
+
+
+def _safe(name: str) -> str:
+    return name.strip("/").replace("/", "--")
+
+
+@dataclass(frozen=True)
+class _Job:
+    label: str
+    model: PreTrainedModel
+    tokens: TokenStream
+    sites: list[NormSite]
+    n_tokens: int
+    bos: int | None
+    keep: bool
+    block: int
+    about: dict[str, Any]
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _prepare(config: RunConfig, name: str) -> _Job:
+    device = _device(config.device)
+    dtype = config.dtype or ("float32" if device == "cpu" else "auto")
+    trust = config.trust_remote_code
+    try:
+        model = load_model(
+            name, dtype=DTYPES.get(dtype, "auto"), device=device, device_map=config.device_map,
+            revision=config.revision, trust_remote_code=trust,
+        )  # fmt: skip
+    except torch.cuda.OutOfMemoryError as error:
+        raise NormGeoError(f"{name} does not fit on {device}; give --device-map auto, or a smaller --dtype") from error
+    tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
+    is_ids = config.source.endswith(".npy")
+    context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
+    if context is not None:
+        check_context(model, context)
+    tokens = load_tokens(config.source, tokenizer, context)
+    check_context(model, tokens.context)
+    n_tokens = config.tokens or _available(tokens)
+    sites = select_sites(find_sites(model, qk=config.qk), config.sites)
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
+    keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
+    about = {
+        "model": name,
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "weights_sha256": weights_digest(model),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
+        "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
+        "data": tokens.source,
+        "data_sha256": tokens.digest,
+        "packing": tokens.packing,
+        "context": tokens.context,
+        "n_tokens": n_tokens,
+        "bos": bos,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "sites": [asdict(site) for site in sites],
+    }
+    at_once = config.batch * tokens.context
+    block = max(1, round(BLOCK_TOKENS / at_once)) * at_once
+    label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
+    return _Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
+
+
+def _available(tokens: TokenStream) -> int:
+    """The default number of tokens: a million, or all of them where a local source has fewer."""
+    total = 0
+    if tokens.digest.startswith("wikimedia/"):
+        return DEFAULT_TOKENS
+    for ids, _ in tokens.contexts():
+        total += len(ids)
+        if total >= DEFAULT_TOKENS:
+            return DEFAULT_TOKENS
+    return total
+
+
+def _measure(
+    config: RunConfig, job: _Job, out: Path, announce: Callable[[str], None], progress: bool
+) -> AngleStatistics:
+    statistics = new_statistics(
+        job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
+    )
+    path = out / "state" / f"{_safe(job.label)}.safetensors"
+    done, chain = _restore(path, statistics)
+    if done >= job.n_tokens:
+        return statistics
+    writer = None
+    if job.keep:
+        writer = ScalarWriter(out / "scalars.zarr" / _safe(job.label), job.sites, job.n_tokens, job.block)
+        if not done:
+            _check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
+            writer.create(statistics.directions)
+    announce(_plan(config, job, statistics))
+    batches = job.tokens.batches(job.n_tokens, config.batch, done)
+    uncommitted = 0
+    with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
+        for batch in stream(job.model, job.sites, batches, [statistics]):
+            if writer is not None:
+                writer.take(batch, statistics)
+            done += batch.n_tokens
+            uncommitted += batch.n_tokens
+            chain = hashlib.sha256(chain.encode() + batch.ids.tobytes()).hexdigest()
+            if uncommitted >= BLOCK_TOKENS or done == job.n_tokens:
+                if writer is not None:
+                    writer.flush()
+                about = {"tokens_done": str(done), "tokens_sha256": chain}
+                _write(path, safetensors.torch.save(statistics.state_dict(), metadata=about))
+                uncommitted = 0
+            advance(batch.n_tokens)
+    return statistics
+
+
+def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
+    """Load the committed statistics, if any; (tokens done, hash chain of their ids)."""
+    if not path.is_file():
+        return 0, ""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = file.metadata()
+            statistics.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
+        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+    return int(about["tokens_done"]), about["tokens_sha256"]
+
+
+def _check_space(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise RunError(
+            f"the scalars need {needed / 1e9:.1f} GB and {out} has {free / 1e9:.1f} GB free; give --keep none, fewer "
+            "--tokens or another --out"
+        )
+
+
+@torch.inference_mode()
+def _plan(config: RunConfig, job: _Job, statistics: AngleStatistics) -> str:
+    """One line: what will be measured, and its cost in time (from one timed batch), memory and disk."""
+    ids = np.full((config.batch, job.tokens.context), 1)
+    probe, base = TokenBatch(ids, np.zeros_like(ids), 0), base_model(job.model)
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        forward(base, probe, int(ids.max()) + 1)
+        seconds.append(time.perf_counter() - began)
+    total = 1.1 * seconds[-1] * job.n_tokens / probe.n_tokens
+    state = sum(t.numel() * t.element_size() for t in statistics.state.values())
+    weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
+    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
+    took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
+    return (
+        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens of {job.tokens.source} in "
+        f"contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
+        f"{job.about['device']}; about {took}, {(weights + state) / 1e9:.1f} GB of memory and activations, "
+        f"{disk / 1e9:.2f} GB of disk"
+    )

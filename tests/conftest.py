@@ -1,0 +1,48 @@
+"""Offline, few threads, no logging from transformers, and hypothesis that gives the same examples every time."""
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="Agg",
+)  # fmt: skip
+
+import pytest
+import torch
+from hypothesis import settings
+
+import zoo
+
+settings.register_profile("normgeo", deadline=None, derandomize=True, database=None, max_examples=30)
+settings.load_profile("normgeo")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_threads():
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(scope="session")
+def ids():
+    """Seven sequences of 37 random ids; 7 * 37 times any quantile in use is no whole number."""
+    return torch.randint(3, 96, (7, 37), generator=torch.Generator().manual_seed(5)).numpy()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """`zoo.tiny`, each model built once; for tests that leave models as they are."""
+    built = {}
+
+    def get(name):
+        if name not in built:
+            built[name] = zoo.tiny(name)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from normgeo import load_tokenizer
+
+    return load_tokenizer("embedded-layernorm")
