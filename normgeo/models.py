@@ -125,7 +125,14 @@ def load_model(
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if str(name) in EMBEDDED and dtype == "auto":
         model.float()  # stored in half precision to stay small, meant to compute in float32
-    return model.to(device) if device is not None and device_map is None else model  # pyright: ignore
+    if device is None or device_map is not None:
+        return model
+    try:
+        return model.to(device)  # pyright: ignore
+    except (RuntimeError, AssertionError) as error:
+        if "memory" in str(error).lower():
+            raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
+        raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
 
 def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:

@@ -107,7 +107,12 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
         raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is no run; give another --out")
-    return _execute(config, out, {"status": "new", "models": {}}, **options)
+    try:
+        return _execute(config, out, {"status": "new", "models": {}}, **options)
+    except NormGeoError:
+        if out.exists() and not any(out.glob("state/*.safetensors")):
+            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+        raise
 
 
 def resume_run(out: Path, **options: Any) -> AngleTable:
@@ -259,13 +264,10 @@ def _prepare(config: RunConfig, name: str) -> _Job:
     device = _device(config.device)
     dtype = config.dtype or ("float32" if device == "cpu" else "auto")
     trust = config.trust_remote_code
-    try:
-        model = load_model(
-            name, dtype=DTYPES.get(dtype, "auto"), device=device, device_map=config.device_map,
-            revision=config.revision, trust_remote_code=trust,
-        )  # fmt: skip
-    except torch.cuda.OutOfMemoryError as error:
-        raise NormGeoError(f"{name} does not fit on {device}; give --device-map auto, or a smaller --dtype") from error
+    model = load_model(
+        name, dtype=DTYPES.get(dtype, "auto"), device=device, device_map=config.device_map, revision=config.revision,
+        trust_remote_code=trust,
+    )  # fmt: skip
     tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     is_ids = config.source.endswith(".npy")
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))

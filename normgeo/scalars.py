@@ -52,6 +52,7 @@ class ScalarWriter:
 
     def create(self, directions: dict[int, Directions]) -> None:
         """Make the empty store."""
+        zarr.open_group(self.path.parent, mode="a")  # several models' groups lie side by side in one store
         root = zarr.create_group(self.path, overwrite=True)
         root.attrs["quantities"] = list(QUANTITIES)
         root.attrs["random_norms"] = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist()

@@ -6,7 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,7 @@ from normgeo.tokens import TokenBatch
 __all__ = ["Sink", "check_context", "forward", "hooked", "stream"]
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Anything that takes hidden states from the stream."""
 
@@ -86,11 +87,14 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:
-    """Refuse contexts that are longer than the model has positions for.
+    """Refuse a model that takes no tokens, and contexts that are longer than it has positions for.
 
     Raises:
+        ModelError: the model takes no token ids.
         DataError: the context is too long.
     """
+    if model.main_input_name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
     longest = max_context(model)
     if longest is not None and context > longest:
         raise DataError(f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest}")
@@ -139,11 +143,9 @@ def stream(
     """Run the batches through the model; yields each batch when the sinks have it.
 
     Raises:
-        ModelError: the model takes no token ids, or the device is out of memory.
+        ModelError: the device is out of memory.
         DataError: a token id is beyond the vocabulary.
     """
-    if model.main_input_name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
     runner = _runner(model, sites)
     embeddings = model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])  # pyright: ignore

@@ -217,13 +217,14 @@ def load_tokens(
         return TokenStream.from_array(data, context=context)
     if Path(data).suffix == ".npy":
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
+    if data not in ("wikipedia", "sample"):
+        next(read_documents(Path(data)), None)  # a wrong path or format is said before anything else
     if tokenizer is None:
         raise DataError(f"{data} is text, and this model has no tokenizer; give token ids as .npy instead")
     if data == "wikipedia":
         source, digest, documents = " ".join(WIKIPEDIA), "@".join(WIKIPEDIA), _wikipedia
     else:
         path = SAMPLE if data == "sample" else Path(data)
-        next(read_documents(path), None)  # a wrong path or format is said now, not when the model is loaded
         source = "sample" if data == "sample" else str(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         documents = functools.partial(read_documents, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 __all__ = ["CENTERED_DEG", "already_centered", "scenario", "verdict"]
@@ -23,7 +25,7 @@ def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
     return pre[(pre.std_deg < CENTERED_DEG) & ((pre.mean_deg - 90).abs() < CENTERED_DEG)]
 
 
-def scenario(frame: pd.DataFrame) -> dict[str, float | bool | str]:
+def scenario(frame: pd.DataFrame) -> dict[str, Any]:
     """The test of one kind of norm of one model.
 
     The uniform vector is special at a site when more of the hidden states' energy lies along it than along 95% of the
@@ -79,8 +81,8 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
             f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f}); median |z| "
             f"{s['z']:.2f}. More energy lies along it than along 95% of random directions at {s['special']} of "
             f"{s['sites']} sites; at {s['large']} that is also more than {100 * LARGE_ENERGY:.0f}% of the energy, "
-            f"which is what the scenario asks for at most sites. At {s['empty']} sites less energy lies along it than along "
-            "95% of random directions.",
+            f"which is what the scenario asks for at most sites. At {s['empty']} sites less energy lies "
+            "along it than along 95% of random directions.",
         ]
     return lines
 

@@ -1,0 +1,144 @@
+"""The command line: one clear line for each thing a user can get wrong, and what goes right."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from zoo import tiny
+
+from normgeo import cli, find_sites, models
+
+
+@pytest.fixture
+def normgeo(monkeypatch, capsys, tmp_path):
+    """Run a command in a scratch directory; gives (exit status, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["normgeo", *map(str, words)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        out = capsys.readouterr()
+        return status, " ".join(out.out.split()), " ".join(out.err.split())
+
+    return run
+
+
+def saved(name, **changes):
+    tiny(name, **changes).save_pretrained(name)
+    return name
+
+
+def test_angles_of_a_local_model(normgeo, tmp_path):
+    status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--null", 8, "--out", "here")
+    assert status == 0
+    assert "128 tokens" in out
+    assert "layernorm" in out
+    assert (tmp_path / "here/angles.parquet").exists()
+    assert "Scenario 1" in (tmp_path / "here/verdict.md").read_text()
+
+
+def test_models_lists_table_1_and_the_pair(normgeo):
+    status, out, _ = normgeo("models")
+    assert status == 0
+    assert all(card.hub_id in out for card in models.TABLE_1)
+    assert "embedded-rmsnorm" in out
+
+
+def test_default_directories_do_not_collide(normgeo, tmp_path):
+    words = ("angles", saved("gpt2"), "--data", "ids.npy", "--null", 4, "--keep", "none")
+    assert normgeo(*words)[0] == 0
+    assert normgeo(*words)[0] == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere/model"], "cannot load the model 'nowhere/model'"),
+        (["gpt2", "--data", "wikipedia"], "has no tokenizer"),
+        (["gpt2", "--data", "text.doc"], "no such data file"),
+        (["gpt2", "--data", "ids.npy", "--tokens", "129"], "ends after 128 tokens, 129 were asked for"),
+        (["gpt2", "--data", "ids.npy", "--context", "65"], "longer than the model's 64"),
+        (["gpt2", "--data", "beyond.npy"], "beyond the model's vocabulary of 96"),
+        (["gpt2", "--data", "ids.npy", "--dtype", "int8"], "no dtype 'int8'"),
+        (["gpt2", "--data", "ids.npy", "--tokens", "0"], "--tokens must be at least 1"),
+        (["gpt2", "--data", "ids.npy", "--keep", "all"], "--keep takes scalars or none"),
+        (["gpt2", "--data", "ids.npy", "--sites", "nothing"], "no site matches 'nothing'"),
+        (["gpt2", "--data", "ids.npy", "--out", "gpt2"], "exists and is no run"),
+        (["gpt2", "--data", "ids.npy", "--device", "cuda:99"], "cuda:99"),
+        (["--resume", "gpt2"], "nothing to resume"),
+        (["embedded-layernorm", "--data", "empty.txt"], "has no text in it"),
+        (["embedded-layernorm", "--data", "odd.jsonl"], "line 2"),
+        (["embedded-layernorm", "--data", "odd.csv"], "unknown data format '.csv'"),
+        (["embedded-layernorm", "--data", "wikipedia"], "could not stream"),
+        (["pickled", "--data", "ids.npy"], "no safetensors weights"),
+        (["empty", "--data", "ids.npy"], "cannot load the model"),
+        (["vit", "--data", "ids.npy"], "takes pixel_values, not token ids"),
+    ],
+)
+def test_each_mistake_is_one_clear_line(normgeo, tmp_path, words, says):
+    if {"gpt2", "pickled"} & set(words):
+        model = tiny("gpt2")
+        model.save_pretrained("gpt2")
+        model.config.save_pretrained("pickled")
+        torch.save(model.state_dict(), "pickled/pytorch_model.bin")
+    if "vit" in words:
+        saved("vit")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("  \n ")
+    (tmp_path / "odd.csv").write_text("text\nhello")
+    (tmp_path / "odd.jsonl").write_text('{"text": "fine"}\n{"title": "no text"}\n')
+    np.save("beyond.npy", np.array([[1, 2, 96]]))
+    before = {p for p in tmp_path.rglob("*") if "pickled" not in p.parts}
+    status, _, err = normgeo("angles", *words)
+    assert status == 1
+    assert "error: " in err
+    assert says in err
+    assert "Traceback" not in err
+    assert {p for p in tmp_path.rglob("*") if "pickled" not in p.parts} - {tmp_path / "runs"} == before
+
+
+def test_debug_shows_the_traceback(normgeo):
+    with pytest.raises(models.ModelError):
+        normgeo("angles", "nowhere/model", "--debug")
+
+
+def test_a_centered_model_is_called_one(normgeo):
+    model = tiny("gpt2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("wte.weight", "wpe.weight", "c_proj.weight", "c_proj.bias")):
+                parameter -= parameter.mean(-1, keepdim=True)
+    model.save_pretrained("centered")
+    status, out, _ = normgeo("angles", "centered", "--data", "ids.npy", "--null", 8)
+    assert status == 0
+    assert "centered is already centered" in out
+
+
+def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch):
+    name, sites = saved("gpt2"), find_sites(tiny("gpt2"))
+
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.GPT2Model.forward", full)
+    monkeypatch.setattr("normgeo.runs.find_sites", lambda model, qk: sites)
+    status, _, err = normgeo("angles", name, "--data", "ids.npy")
+    assert status == 1
+    assert "smaller --batch (try 4)" in err
+
+
+def test_an_interrupt_says_how_to_go_on(normgeo, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("normgeo.runs._measure", interrupted)
+    status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "run")
+    assert status == 130
+    assert "normgeo angles --resume run" in out

@@ -1,0 +1,115 @@
+"""Models: the registry, the embedded pair, and what loading refuses."""
+
+import json
+
+import pytest
+import torch
+from zoo import CONFIGS, tiny
+
+from normgeo import load_model, load_tokenizer, load_tokens
+from normgeo.errors import ModelError
+from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
+from normgeo.tokens import SAMPLE
+from normgeo.training import evaluate
+
+
+def test_table_1_is_the_papers():
+    assert [c.norm for c in TABLE_1] == ["LayerNorm"] * 5 + ["RMSNorm"] * 2
+    assert [c.d for c in TABLE_1] == [1600, 2048, 2048, 4096, 4096, 4096, 4096]
+    assert [c.layers for c in TABLE_1] == [48, 24, 24, 28, 32, 32, 32]
+    assert [f"{c.parameters / 1e9:.1f}" for c in TABLE_1] == ["1.6", "1.3", "1.4", "6.1", "6.9", "6.7", "8.0"]
+    assert all(len(c.revision) == 40 for c in TABLE_1)
+
+
+def test_the_pair_is_small_alike_and_as_good_as_its_cards_say():
+    parameters = []
+    for name, path in EMBEDDED.items():
+        model, tokenizer = load_model(name), load_tokenizer(name)
+        assert (path / "model.safetensors").stat().st_size < 10e6
+        assert model.dtype == torch.float32
+        assert 3e6 < model.num_parameters() < 5e6
+        card = json.loads((path / "training.json").read_text())
+        loss = evaluate(model, load_tokens("sample", tokenizer, 256))
+        assert abs(loss - card["curve"][-1]["held_out_loss"]) < 1e-3
+        parameters.append({n: p.shape for n, p in model.named_parameters()})
+    more, fewer = parameters
+    assert all(more[n] == shape for n, shape in fewer.items())
+    assert all(n.split(".")[-2].startswith("ln_") and n.endswith("bias") for n in more.keys() - fewer.keys())
+    cards = [json.loads((path / "training.json").read_text()) for path in EMBEDDED.values()]
+    assert cards[0]["recipe"] == cards[1]["recipe"]
+    assert cards[0]["data_sha256"] == cards[1]["data_sha256"]
+    assert (ASSETS / "layernorm/tokenizer.json").read_text() == (ASSETS / "rmsnorm/tokenizer.json").read_text()
+
+
+def test_the_sample_is_text_of_a_few_hundred_kilobytes():
+    articles = [json.loads(line) for line in SAMPLE.open(encoding="utf-8")]
+    assert 200_000 < sum(len(a["text"]) for a in articles) < 500_000
+    assert all(a["title"] and a["text"].strip() for a in articles)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_example_inputs_are_accepted(name):
+    model = tiny(name)
+    with torch.no_grad():
+        model(**example_inputs(model))
+
+
+def test_models_without_embeddings_to_load_are_explained(tmp_path):
+    with pytest.raises(ModelError, match="no such local directory"):
+        load_model(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ModelError, match="unheard_of"):
+        load_model(tmp_path)
+
+
+def test_code_of_others_is_not_run_unless_asked(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}})
+    )
+    (tmp_path / "evil.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()\n")
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        load_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [("You are trying to access a gated repo.", "hf auth login"), ("Can't connect to the hub", "cannot be reached")],
+)
+def test_what_the_hub_says_is_explained(monkeypatch, message, hint):
+    def refuse(*args, **kwargs):
+        raise OSError(message)
+
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", refuse)
+    with pytest.raises(ModelError, match=hint):
+        load_model("meta-llama/Meta-Llama-3-8B")
+
+
+def test_pinned_revisions_are_what_is_asked_of_the_hub(monkeypatch):
+    asked = []
+
+    def record(name, **options):
+        asked.append((name, options))
+        raise OSError("offline")
+
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", record)
+    for card in TABLE_1:
+        with pytest.raises(ModelError):
+            load_model(card.hub_id)
+    assert asked == [(card.hub_id, {"revision": card.revision}) for card in TABLE_1]
+
+
+def test_digest_sees_every_weight():
+    one, same, other = tiny("gpt2"), tiny("gpt2"), tiny("gpt2")
+    with torch.no_grad():
+        other.transformer.ln_f.bias[3] += 1e-7
+    assert weights_digest(one) == weights_digest(same) != weights_digest(other)
+    assert weights_digest(one) != weights_digest(tiny("gpt2").to(torch.bfloat16))
+
+
+def test_longest_context_and_base():
+    assert max_context(tiny("gpt2")) == 64
+    assert max_context(tiny("mpt")) == 64
+    assert max_context(tiny("t5")) is None
+    model = tiny("llama")
+    assert base_model(model) is model.model

@@ -1,0 +1,227 @@
+"""Runs: what they write, that a kill loses nothing, and that they refuse what they should."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import safetensors.torch
+import torch
+import zarr
+from zoo import tiny
+
+from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles, runs
+from normgeo.errors import ActivationError, DataError, RunError
+from normgeo.runs import RunConfig, resume_run, start_run
+
+SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(runs, "BLOCK_TOKENS", 1024)
+
+
+def outcome(out):
+    """Everything numeric that a run wrote, for comparison to the last bit."""
+    scalars = zarr.open_group(out / "scalars.zarr", mode="r")
+    arrays = {n: a[:] for n, a in scalars.members(max_depth=None) if isinstance(a, zarr.Array)}
+    states = {p.name: safetensors.torch.load_file(p) for p in sorted((out / "state").glob("*.safetensors"))}
+    return AngleTable.load(out).frame, arrays, states
+
+
+def assert_same(a, b):
+    pd.testing.assert_frame_equal(a[0], b[0], check_exact=True)
+    assert a[1].keys() == b[1].keys()
+    assert all(np.array_equal(a[1][k], b[1][k], equal_nan=True) for k in a[1])
+    assert all(torch.equal(a[2][m][k], b[2][m][k]) for m in a[2] for k in a[2][m])
+
+
+def test_a_run_writes_what_it_promises(tmp_path):
+    out = tmp_path / "run"
+    lines = []
+    table = start_run(RunConfig(**SMALL), out, progress=False, announce=lines.append)
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "run.json", "scalars.zarr", "figures/energy.svg"):
+        assert (out / name).exists(), name
+    assert (out / "figures/angles-embedded-layernorm.png").stat().st_size > 10_000
+    record = json.loads((out / "run.json").read_text())
+    about = record["models"]["embedded-layernorm"]
+    assert record["status"] == "complete"
+    assert about["n_tokens"] == 6000
+    assert len(about["weights_sha256"]) == len(about["data_sha256"]) == 64
+    assert set(record["versions"]) >= {"torch", "transformers", "normgeo"}
+    assert "13 norms" in lines[0]
+    assert "6,000 tokens" in lines[0]
+    uniform = table.frame[table.frame.direction == "uniform"]
+    assert (uniform.n_tokens == 6000).all()
+    wanted = (
+        "model site layer role kind phase direction mean_deg std_deg min_deg max_deg q01 q05 q25 median_deg q75 q95 "
+        "q99 n_tokens n_excluded mean_norm energy_share null_percentile null_z"
+    )
+    assert set(wanted.split()) <= set(pd.read_parquet(out / "angles.parquet").columns)
+    assert not list(out.rglob("*.partial"))
+
+
+def test_scalars_give_back_the_table_and_any_mask(tmp_path):
+    table = start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
+    store = ScalarStore(tmp_path / "run/scalars.zarr/embedded-layernorm")
+    named = table.frame[table.frame.direction.isin(["uniform", "random_a", "random_b"])]
+    assert len(store.sites) == 13
+    for row in named.itertuples():
+        degrees = store.angles(row.site, row.phase, row.direction)
+        assert len(degrees) == 6000
+        assert abs(degrees.mean() - row.mean_deg) < 1e-5
+        assert abs(degrees.std() - row.std_deg) < 1e-5
+    first = store.angles("transformer.ln_f", "pre", "uniform")[store.position == 0]
+    sink = table.sinks.query("site == 'transformer.ln_f' and phase == 'pre' and direction == 'uniform'")
+    assert abs(first.mean() - sink[sink.tokens == "first"].mean_deg.item()) < 1e-5
+    tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
+    ids = np.concatenate([b.ids.ravel() for b in tokens.batches(6000, 4)])
+    assert np.array_equal(store.id, ids)
+
+
+def test_a_run_equals_the_library_call(tmp_path):
+    table = start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
+    model = load_model("embedded-layernorm")
+    tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
+    again = measure_angles(
+        model, tokens, n_tokens=6000, batch=4, null=16, name="embedded-layernorm", progress=False
+    )
+    pd.testing.assert_frame_equal(table.frame, again.frame, check_exact=True)
+    assert not (tmp_path / "run/scalars.zarr").exists()
+
+
+@pytest.mark.parametrize("after", [1, 7, 13])
+def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, after):
+    start_run(RunConfig(**SMALL), tmp_path / "whole", progress=False)
+    real, seen = runs.stream, []
+
+    def dying(*args):
+        for batch in real(*args):
+            seen.append(batch)
+            if len(seen) == after:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(runs, "stream", dying)
+    with pytest.raises(KeyboardInterrupt):
+        start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
+    monkeypatch.setattr(runs, "stream", real)
+    resume_run(tmp_path / "cut", progress=False)
+    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+
+
+def test_killed_processes_lose_nothing(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from normgeo import runs\n"
+        "runs.BLOCK_TOKENS = 1024\n"
+        "config = runs.RunConfig(('embedded-layernorm',), tokens=40_000, context=64, batch=4, null=8)\n"
+        "out = Path(sys.argv[1])\n"
+        "go = runs.resume_run if (out / 'run.json').exists() else lambda o, **k: runs.start_run(config, o, **k)\n"
+        "go(out, progress=False)\n"
+    )
+
+    def launch(out):
+        return subprocess.Popen([sys.executable, "-c", code, str(out)], stderr=subprocess.DEVNULL)
+
+    whole = launch(tmp_path / "whole")
+    assert whole.wait(timeout=300) == 0
+    out, state = tmp_path / "cut", tmp_path / "cut/state/embedded-layernorm.safetensors"
+    for _ in range(2):
+        process, before = launch(out), state.stat().st_mtime_ns if state.exists() else 0
+        while process.poll() is None and (not state.exists() or state.stat().st_mtime_ns == before):
+            time.sleep(0.01)
+        time.sleep(0.15)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (out / "angles.parquet").exists()
+    assert launch(out).wait(timeout=300) == 0
+    assert_same(outcome(tmp_path / "whole"), outcome(out))
+
+
+def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, monkeypatch):
+    start_run(RunConfig(**SMALL), tmp_path / "whole", progress=False)
+    real, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"disk .* is full.*--resume"):
+        start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
+    monkeypatch.setattr(os, "fsync", real)
+    assert not list((tmp_path / "cut").rglob("*.partial"))
+    resume_run(tmp_path / "cut", progress=False)
+    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(RunError, match="the scalars need"):
+        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
+
+
+def test_directories_of_others_are_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("years of work")
+    with pytest.raises(RunError, match="is no run"):
+        start_run(RunConfig(**SMALL), tmp_path / "mine", progress=False)
+    start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
+    with pytest.raises(RunError, match="already holds a run"):
+        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
+    with pytest.raises(RunError, match="is complete"):
+        resume_run(tmp_path / "run")
+    with pytest.raises(RunError, match="nothing to resume"):
+        resume_run(tmp_path / "mine")
+
+
+def test_a_run_is_not_resumed_with_other_weights_or_damage(tmp_path, monkeypatch):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 32)))
+    config = RunConfig((str(tmp_path / "model"),), str(tmp_path / "ids.npy"), batch=4, null=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.AngleTable, "from_statistics", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start_run(config, tmp_path / "run", progress=False)
+    tiny("gpt2", seed=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(RunError, match="another weights sha256"):
+        resume_run(tmp_path / "run", progress=False)
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    state = next((tmp_path / "run/state").iterdir())
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(RunError, match="is damaged"):
+        resume_run(tmp_path / "run", progress=False)
+
+
+def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
+    model = tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight[5] = torch.nan
+    model.save_pretrained(tmp_path / "some")
+    with torch.no_grad():
+        model.transformer.wpe.weight[:] = torch.nan
+    model.save_pretrained(tmp_path / "all")
+    data = str(tmp_path / "ids.npy")
+    table = start_run(RunConfig((str(tmp_path / "some"),), data, null=4), tmp_path / "a", progress=False)
+    uniform = table.frame[table.frame.direction == "uniform"]
+    assert (uniform.n_excluded > 0).all()
+    assert (uniform.n_excluded + uniform.n_tokens == 128).all()
+    assert np.isfinite(uniform.mean_deg).all()
+    with pytest.raises(ActivationError, match="zero or not finite"):
+        start_run(RunConfig((str(tmp_path / "all"),), data, null=4), tmp_path / "b", progress=False)
+
+
+def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):
+    with pytest.raises(DataError, match="ends after 99,289 tokens"):
+        start_run(RunConfig(**SMALL | {"tokens": 100_000, "context": 256}), tmp_path / "run", progress=False)
