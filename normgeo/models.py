@@ -138,6 +138,7 @@ def load_model(
 def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
     if raw.get("model_type") == TwinConfig.model_type:
+        raw.pop("model_type")  # the class says it
         return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
     if "auto_map" in raw and trust:
@@ -157,7 +158,7 @@ def _explained(name: str, error: Exception) -> ModelError:
         hint = "it brings its own code, which is run only with --trust-remote-code"
     elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
         hint = "it has no safetensors weights; pickled weights are not read: convert them first"
-    elif "connect" in low or "offline" in low or "not a valid model identifier" in low or "not a local folder" in low:
+    elif "connect" in low or "offline" in low or "not a valid model identifier" in low or "repo id must be" in low:
         hint = "there is no such local directory, and the hub does not have it or cannot be reached"
     else:
         hint = type(error).__name__

@@ -42,7 +42,7 @@ def test_the_pair_is_small_alike_and_as_good_as_its_cards_say():
 
 
 def test_the_sample_is_text_of_a_few_hundred_kilobytes():
-    articles = [json.loads(line) for line in SAMPLE.open(encoding="utf-8")]
+    articles = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     assert 200_000 < sum(len(a["text"]) for a in articles) < 500_000
     assert all(a["title"] and a["text"].strip() for a in articles)
 

@@ -17,7 +17,7 @@ TINY = recipe_for("tiny", layers=1, d=32, heads=2, steps=12, batch=4, context=16
 
 def text_like(n=3000, vocabulary=48):
     rng = np.random.default_rng(0)
-    return TokenStream.from_array(np.cumsum(rng.integers(0, 3, n)) % vocabulary)
+    return TokenStream.from_array(np.cumsum(rng.integers(0, 3, n)) % vocabulary, context=16)
 
 
 def test_sizes_are_those_of_table_2():

@@ -1,0 +1,63 @@
+"""Run an analysis: `python -m analyses NAME [--run DIR] [--out DIR]`; without a name, list them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import analyses
+from normgeo import figures
+from normgeo.errors import DataError, NormGeoError
+
+
+def names() -> list[str]:
+    """The analyses there are: the public modules of this package."""
+    return [m.name for m in pkgutil.iter_modules(analyses.__path__) if not m.name.startswith("_")]
+
+
+def run(name: str, options: dict[str, object], out: Path) -> None:
+    """Compute an analysis, write NAME.parquet, NAME.png and NAME.svg, and print the first rows.
+
+    Raises:
+        DataError: there is no such analysis, or it does not take an option that was given.
+    """
+    if name not in names():
+        raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
+    module = importlib.import_module(f"analyses.{name}")
+    if unknown := options.keys() - inspect.signature(module.compute).parameters.keys():
+        raise DataError(f"{name} does not depend on {', '.join(f'--{o}' for o in sorted(unknown))}; leave it out")
+    frame = module.compute(**options)
+    out.mkdir(parents=True, exist_ok=True)
+    frame.to_parquet(out / f"{name}.parquet", index=False)
+    figures.save(module.plot(frame), out / name)
+    print(frame.head(12).to_string(index=False, max_cols=10, float_format="{:.4g}".format))
+    print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
+
+
+def main() -> int:
+    """The command line; an error that normgeo raises on purpose is one line, and the exit status is 1."""
+    parser = argparse.ArgumentParser(prog="python -m analyses", description=__doc__)
+    parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
+    parser.add_argument("--run", type=Path, help="a finished run of `normgeo angles` [default: the embedded pair]")
+    parser.add_argument("--tokens", dest="n_tokens", type=int, help="tokens to measure without --run [default: all]")
+    parser.add_argument("--out", type=Path, default=Path("runs/analyses"), help="where to write [default: %(default)s]")
+    given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+    name, out = given.pop("name", None), given.pop("out")
+    try:
+        if name is None:
+            for each in names():
+                print(f"{each:16}  {(importlib.import_module(f'analyses.{each}').__doc__ or '').splitlines()[0]}")
+        else:
+            run(name, given, out)
+    except NormGeoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Where the numbers come from: a finished run, or else the embedded pair on the embedded sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from normgeo.angles import AngleTable, measure_angles
+from normgeo.models import EMBEDDED, load_model, load_tokenizer
+from normgeo.tokens import load_tokens
+
+CONTEXT = 256
+"""The context that the embedded pair was trained with."""
+
+
+def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
+    """The table of a finished run of `normgeo angles`; without one, the embedded pair is measured.
+
+    Args:
+        run: the run's directory.
+        n_tokens: tokens of the embedded sample to measure; None is all of them. A run has its own number.
+    """
+    if run is not None:
+        return AngleTable.load(run)
+    tables = []
+    for name in EMBEDDED:
+        tokens = load_tokens("sample", load_tokenizer(name), context=CONTEXT)
+        tables.append(measure_angles(load_model(name), tokens, n_tokens=n_tokens, name=name, progress=False))
+    return AngleTable.concatenated(tables)
+
+
+def depth(sites: pd.DataFrame) -> pd.Series:
+    """A coordinate along the model for each row: its layer, plus a fraction for the sites behind the layer's first.
+
+    With two norms in a layer, the one before attention is at l and the one before the MLP at l + 1/2.
+    """
+    unique = sites[["model", "stack", "layer", "site"]].drop_duplicates()
+    group = unique.groupby(["model", "stack", "layer"])
+    place = unique.layer + group.cumcount() / group.site.transform("size")
+    return pd.Series(place.to_numpy(), index=pd.MultiIndex.from_frame(unique[["model", "site"]])).loc[
+        pd.MultiIndex.from_frame(sites[["model", "site"]])
+    ].set_axis(sites.index)  # fmt: skip

@@ -1,0 +1,28 @@
+"""What mean subtraction removes: the share of squared norm along the uniform vector (*Geometry* eq. 5-8, scenarios 1 and 2).
+
+|mu|^2 / |x|^2 = cos^2(theta), averaged over tokens; a direction without meaning holds 1/d of an isotropic vector's energy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from analyses import _source
+from normgeo import figures
+
+
+def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
+    """Energy shares before every norm, along the uniform vector and the null ensemble (its mean and 95th percentile)."""
+    frame = _source.table(run, n_tokens).frame
+    keep = (frame.phase == "pre") & frame.direction.isin(["uniform", "null"])
+    columns = ["model", "site", "layer", "role", "kind", "stack", "d", "phase", "direction", "energy_share",
+               "energy_q95", "energy_percentile", "n_tokens"]  # fmt: skip
+    return frame.loc[keep, columns].reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Energy shares by layer, a panel per model."""
+    return figures.draw(frame, "energy")

@@ -1,0 +1,94 @@
+"""Angles of any choice of tokens, from the scalars that a run kept (*Geometry* fig. 3 with the first positions left out).
+
+cos(theta) = (x.u) / (|x| |u|) follows from |x| and x.u, which `scalars.zarr` holds for every token and norm, so a mask
+needs no model. A mask is a function of the store: an array of bool over tokens from its `id`, `document`, `position`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+
+from analyses import _axes, _source
+from normgeo.angles import AngleTable
+from normgeo.errors import DataError
+from normgeo.geometry import NAMES
+from normgeo.runs import RunConfig, start_run
+from normgeo.scalars import ScalarStore
+
+Mask = Callable[[ScalarStore], np.ndarray]
+MASKS: dict[str, Mask] = {
+    "all tokens": lambda store: np.ones(len(store.position), bool),
+    "first position only": lambda store: store.position == 0,
+    "without the first position": lambda store: store.position > 0,
+}
+
+
+def compute(
+    run: Path | None = None, n_tokens: int | None = None, masks: Mapping[str, Mask] | None = None
+) -> pd.DataFrame:
+    """Angles over the tokens of each mask, per model, site, phase and direction.
+
+    Raises:
+        RunError: the run kept no scalars.
+        DataError: a mask leaves no token.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if run is None:
+            run = Path(folder) / "run"
+            start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
+        return pd.DataFrame(_rows(run, masks or MASKS))
+
+
+def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
+    about = ["model", "site", "layer", "role", "kind", "stack"]
+    sites = AngleTable.load(run).frame[about].drop_duplicates()
+    for model, part in sites.groupby("model", sort=False):
+        store = ScalarStore(run / "scalars.zarr" / str(model).strip("/").replace("/", "--"))
+        chosen = {name: np.asarray(mask(store), bool) for name, mask in masks.items()}
+        for name, keep in chosen.items():
+            if not keep.any():
+                raise DataError(f"the mask {name!r} leaves none of the {len(keep):,} tokens of {model}")
+        for site in part.to_dict("records"):
+            for phase in ("pre", "post"):
+                norms = store.norms(site["site"], phase)
+                for direction in NAMES:
+                    degrees = store.angles(site["site"], phase, direction)
+                    for name, keep in chosen.items():
+                        heads = np.repeat(keep, len(degrees) // len(keep))  # a norm on heads has several a token
+                        theta = degrees[heads]
+                        yield {str(k): v for k, v in site.items()} | {
+                            "phase": phase, "direction": direction, "mask": name,
+                            "mean_deg": np.nanmean(theta), "std_deg": np.nanstd(theta),
+                            "median_deg": np.nanmedian(theta), "mean_norm": norms[heads][~np.isnan(theta)].mean(),
+                            "n_tokens": int(np.count_nonzero(~np.isnan(theta))),
+                        }  # fmt: skip
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Angle to the uniform vector along the depth of the model for each mask, a column per model."""
+    models, masks = list(frame.model.unique()), list(frame["mask"].unique())
+    figure, grid = _axes.grid(2, models, xlabel="layer (the norm before the MLP at half a layer)")
+    frame = frame[frame.direction == "uniform"]
+    frame = frame.assign(depth=_source.depth(frame))
+    for row, phase in zip(grid, ("pre", "post"), strict=True):
+        row[0].set_ylabel(f"{'before' if phase == 'pre' else 'after'} the norm (degrees)")
+        for axes, model in zip(row, models, strict=True):
+            axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+            for k, mask in enumerate(masks):
+                part = frame[(frame.model == model) & (frame.phase == phase) & (frame["mask"] == mask)]
+                part = part.sort_values("depth")
+                axes.errorbar(
+                    part.depth + 0.1 * (k - (len(masks) - 1) / 2), part.mean_deg, part.std_deg, markersize=3,
+                    fmt=f"{'osD^v'[k % 5]}-", color=_axes.PALETTE[k % 10], linewidth=1, elinewidth=0.8, capsize=1.5,
+                    label=mask, zorder=3,
+                )  # fmt: skip
+    _axes.legend(figure)
+    figure.suptitle("Angle to the uniform vector for chosen tokens (mean ± standard deviation over tokens)", fontsize=9)
+    return figure

@@ -1,0 +1,27 @@
+"""Growth of the residual stream: the mean norm before each norm, by layer (*Geometry* eq. 17).
+
+h^l = h^0 + sum_i a^i + sum_i m^i: every layer adds to the stream, so its norm grows with depth.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from analyses import _source
+from normgeo import figures
+
+
+def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
+    """Mean norms of the inputs of every norm."""
+    frame = _source.table(run, n_tokens).frame
+    keep = (frame.phase == "pre") & (frame.direction == "uniform")
+    columns = ["model", "site", "layer", "role", "kind", "stack", "phase", "direction", "mean_norm", "n_tokens"]
+    return frame.loc[keep, columns].reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Mean norms by layer, a panel per model."""
+    return figures.draw(frame, "norms")

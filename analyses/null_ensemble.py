@@ -1,0 +1,70 @@
+"""Is the uniform vector special? Its mean angle against K random directions (*Geometry* section 3.3 and fig. 4, with K > 2).
+
+z = (m_1 - mean_k m_k) / std_k m_k, where m_u is the mean angle to u over the same tokens; the percentile is the share of
+random directions with a smaller mean angle. A direction like any other lies within |z| < 1.96 at 95% of independent
+sites; sites of one model share their residual stream, so they stray together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from analyses import _axes, _source
+from normgeo.errors import DataError
+from normgeo.figures import ROLE_LABELS
+
+COLUMNS = ["model", "site", "layer", "role", "stack", "kind", "phase", "mean_deg", "null_mean_deg", "null_std_deg",
+           "null_z", "null_percentile", "energy_percentile", "n_directions"]  # fmt: skip
+
+
+def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
+    """Where the uniform vector lies among the random directions, before and after every norm.
+
+    Raises:
+        DataError: the run was measured without random directions.
+    """
+    frame = _source.table(run, n_tokens).frame
+    frame = frame[frame.phase.isin(["pre", "post"])]
+    keys = ["model", "site", "phase"]
+    null = frame[frame.direction == "null"]
+    if null.empty:
+        raise DataError("the run has no null ensemble; measure again with --null 256")
+    null = null[[*keys, "mean_deg", "std_deg", "n_directions"]].rename(
+        columns={"mean_deg": "null_mean_deg", "std_deg": "null_std_deg"}
+    )
+    uniform = frame[frame.direction == "uniform"].drop(columns="n_directions")
+    return uniform.merge(null, on=keys)[COLUMNS]
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
+    models = list(frame.model.unique())
+    figure, grid = _axes.grid(2, models)
+    rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile", None)}
+    for row, (value, (label, bound)) in zip(grid, rows.items(), strict=True):
+        row[0].set_ylabel(label)
+        for axes, model in zip(row, models, strict=True):
+            low, high = (-bound, bound) if bound else (2.5, 97.5)
+            axes.axhspan(low, high, color="0.93", zorder=0, label="expected in 95% of cases")
+            for y in (low, high):
+                axes.axhline(y, color="0.4", linewidth=0.6, linestyle="--", zorder=1)
+            if bound:
+                axes.axhline(0, color="0.4", linewidth=0.6, zorder=1)
+            else:
+                axes.set(ylim=(-3, 103), yticks=[2.5, 25, 50, 75, 97.5])
+            part = frame[frame.model == model]
+            for k, role in enumerate(part.role.unique()):
+                for phase, style, face in (("pre", "-", None), ("post", ":", "white")):
+                    here = part[(part.role == role) & (part.phase == phase)].sort_values("layer")
+                    axes.plot(
+                        here.layer, here[value], style, marker="osD^v<>pPX"[k % 10], color=_axes.PALETTE[k % 10],
+                        markerfacecolor=face, markersize=3.5, linewidth=1, zorder=3,
+                        label=f"{ROLE_LABELS.get(role, role)}, {'before' if phase == 'pre' else 'after'} the norm",
+                    )  # fmt: skip
+    _axes.legend(figure, columns=3)
+    n = int(frame.n_directions.max())
+    figure.suptitle(f"Mean angle to the uniform vector among those to {n} random directions", fontsize=9)
+    return figure

@@ -1,0 +1,54 @@
+"""Attention sinks apart: angle and norm of the first position, BOS and all other tokens (for *Geometry* fig. 3 and eq. 17).
+
+The first token of a context draws attention and may grow a norm far above the rest, which an average over tokens hides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from analyses import _axes, _source
+from normgeo.errors import DataError
+
+NAMES = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
+
+
+def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
+    """Angles to the uniform vector and norms before every norm, by group of tokens.
+
+    Raises:
+        DataError: the run kept no groups.
+    """
+    sinks = _source.table(run, n_tokens).sinks
+    if sinks.empty:
+        raise DataError("the run reports no groups of tokens; measure again with `normgeo angles`")
+    keep = (sinks.phase == "pre") & (sinks.direction == "uniform")
+    columns = ["model", "site", "layer", "role", "kind", "stack", "tokens", "mean_deg", "std_deg", "mean_norm",
+               "energy_share", "n_tokens"]  # fmt: skip
+    return sinks.loc[keep, columns].reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Angle and norm along the depth of the model, a column per model."""
+    models = list(frame.model.unique())
+    figure, grid = _axes.grid(2, models, xlabel="layer (the norm before the MLP at half a layer)")
+    frame = frame.assign(depth=_source.depth(frame))
+    for column, model in enumerate(models):
+        angle, norm = grid[:, column]
+        angle.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+        norm.set_yscale("log")
+        for k, (group, label) in enumerate(NAMES.items()):
+            part = frame[(frame.model == model) & (frame.tokens == group)].sort_values("depth")
+            if len(part):
+                style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label, "zorder": 3}
+                x = part.depth + 0.08 * (k - 1)
+                angle.errorbar(x, part.mean_deg, part.std_deg, fmt=f"{'osD'[k]}-", elinewidth=0.8, capsize=1.5, **style)
+                norm.plot(part.depth, part.mean_norm, f"{'osD'[k]}-", **style)
+    grid[0, 0].set_ylabel("angle to uniform (degrees)")
+    grid[1, 0].set_ylabel("mean norm")
+    _axes.legend(figure)
+    figure.suptitle("Attention sinks apart, before each norm (mean ± standard deviation over tokens)", fontsize=9)
+    return figure
