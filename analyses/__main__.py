@@ -34,7 +34,7 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(out / f"{name}.parquet", index=False)
     figures.save(module.plot(frame), out / name)
-    print(frame.head(12).to_string(index=False, max_cols=10, float_format="{:.4g}".format))
+    print(frame.head(12).to_string(index=False, max_cols=12, float_format="{:.4g}".format))
     print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
 
 

@@ -43,7 +43,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 null.q95,
                 color="0.8",
                 linewidth=0,
-                label="means of random directions: central 90%",
+                label="random directions' means: central 90%",
             )
             for k, (name, color) in enumerate(figures.COLORS.items()):
                 part = here[here.direction == name]

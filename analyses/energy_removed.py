@@ -1,6 +1,6 @@
-"""What mean subtraction removes: the share of squared norm along the uniform vector (*Geometry* eq. 5-8, scenarios 1 and 2).
+"""What mean subtraction removes: the share of energy along the uniform vector (*Geometry* eq. 5-8, section 3.2).
 
-|mu|^2 / |x|^2 = cos^2(theta), averaged over tokens; a direction without meaning holds 1/d of an isotropic vector's energy.
+|mu|^2 / |x|^2 = cos^2(theta), averaged over tokens. Of isotropic vectors every direction holds 1/d on average.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from normgeo import figures
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
-    """Energy shares before every norm, along the uniform vector and the null ensemble (its mean and 95th percentile)."""
+    """Energy shares before every norm, along the uniform vector and the null ensemble (mean, 95th percentile)."""
     frame = _source.table(run, n_tokens).frame
     keep = (frame.phase == "pre") & frame.direction.isin(["uniform", "null"])
     columns = ["model", "site", "layer", "role", "kind", "stack", "d", "phase", "direction", "energy_share",

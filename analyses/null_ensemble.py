@@ -1,8 +1,8 @@
-"""Is the uniform vector special? Its mean angle against K random directions (*Geometry* section 3.3 and fig. 4, with K > 2).
+"""Is the uniform vector special? Its mean angle against K random directions (*Geometry* fig. 4 has K = 2).
 
-z = (m_1 - mean_k m_k) / std_k m_k, where m_u is the mean angle to u over the same tokens; the percentile is the share of
-random directions with a smaller mean angle. A direction like any other lies within |z| < 1.96 at 95% of independent
-sites; sites of one model share their residual stream, so they stray together.
+z = (m_1 - mean_k m_k) / std_k m_k, where m_u is the mean angle to u over the same tokens; the percentile is the share
+of random directions with a smaller mean angle. A direction like any other has |z| < 1.96 in 95% of cases, but the sites
+of a model share their residual stream: they stray together, and are no independent trials.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rotation by standardization: the angle between a norm's input and its standardized output (*Geometry* eq. 9, algorithm 1).
+"""Rotation by standardization: the angle between a norm's input and its standardized output (*Geometry* eq. 9).
 
-LayerNorm removes mu and scales, which turns x by arcsin(|mu| / |x|) = |90 - theta|; RMSNorm scales, which turns nothing.
+LayerNorm removes mu, which turns x by arcsin(|mu| / |x|) = |90 - theta| degrees, and scales; RMSNorm only scales.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention sinks apart: angle and norm of the first position, BOS and all other tokens (for *Geometry* fig. 3 and eq. 17).
+"""Attention sinks apart: angle and norm of first positions, BOS and all other tokens (*Geometry* fig. 3, eq. 17).
 
 The first token of a context draws attention and may grow a norm far above the rest, which an average over tokens hides.
 """

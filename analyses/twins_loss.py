@@ -1,4 +1,4 @@
-"""Losses of the embedded twins, alike but for their norm, as they were trained (the setting of *Geometry* section 3.3, A.2).
+"""Losses of the embedded twins, alike but for their norm, in training (the setting of *Geometry* section 3.3).
 
 Cross-entropy in nats per token by training step: mean since the last report, and on text left out of the training.
 """

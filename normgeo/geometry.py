@@ -68,7 +68,7 @@ def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor,
     Computed as atan2(|x - (x.û)û|, x.û), which equals arccos(x.û / |x|) and, unlike it, keeps full precision near 0
     and 180 degrees.
 
-    >>> angle(torch.tensor([[1.0, 1.0], [1.0, -1.0], [-2.0, -2.0]]), uniform_vector(2))
+    >>> angle(torch.tensor([[3.0, 3.0], [1.0, -1.0], [-2.0, -2.0]]), uniform_vector(2)).round(decimals=3)
     tensor([  0.,  90., 180.])
     """
     unit = (u / torch.linalg.vector_norm(u)).to(x.dtype)
