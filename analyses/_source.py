@@ -30,14 +30,15 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
     return AngleTable.concatenated(tables)
 
 
-def depth(sites: pd.DataFrame) -> pd.Series:
+def depth(frame: pd.DataFrame) -> pd.Series:
     """A coordinate along the model for each row: its layer, plus a fraction for the sites behind the layer's first.
 
-    With two norms in a layer, the one before attention is at l and the one before the MLP at l + 1/2.
+    With two norms in a layer, the first is at l and the second at l + 1/2. A decoder starts where its encoder ends.
     """
-    unique = sites[["model", "stack", "layer", "site"]].drop_duplicates()
-    group = unique.groupby(["model", "stack", "layer"])
-    place = unique.layer + group.cumcount() / group.site.transform("size")
-    return pd.Series(place.to_numpy(), index=pd.MultiIndex.from_frame(unique[["model", "site"]])).loc[
-        pd.MultiIndex.from_frame(sites[["model", "site"]])
-    ].set_axis(sites.index)  # fmt: skip
+    sites = frame[["model", "stack", "layer", "site"]].drop_duplicates()
+    layer = sites.groupby(["model", "stack", "layer"]).site
+    sites["depth"] = sites.layer + layer.cumcount() / layer.transform("size")
+    length = sites.groupby(["model", "stack"], sort=False).layer.max() + 1
+    offset = length.groupby("model").cumsum() - length
+    sites["depth"] += offset.loc[list(zip(sites.model, sites["stack"], strict=True))].to_numpy()
+    return frame[["model", "site"]].merge(sites, on=["model", "site"], how="left").depth.set_axis(frame.index)

@@ -74,7 +74,7 @@ def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle to the uniform vector along the depth of the model for each mask, a column per model."""
     models, masks = list(frame.model.unique()), list(frame["mask"].unique())
-    figure, grid = _axes.grid(2, models, xlabel="layer (the norm before the MLP at half a layer)")
+    figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
     frame = frame[frame.direction == "uniform"]
     frame = frame.assign(depth=_source.depth(frame))
     for row, phase in zip(grid, ("pre", "post"), strict=True):

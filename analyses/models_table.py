@@ -27,6 +27,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         )
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.margins(x=0.18)
+    axes.margins(x=0.25)
     _axes.legend(figure)
     return figure

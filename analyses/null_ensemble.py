@@ -43,7 +43,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
     models = list(frame.model.unique())
     figure, grid = _axes.grid(2, models)
-    rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile", None)}
+    rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile of its mean angle", None)}
     for row, (value, (label, bound)) in zip(grid, rows.items(), strict=True):
         row[0].set_ylabel(label)
         for axes, model in zip(row, models, strict=True):
@@ -54,15 +54,19 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             if bound:
                 axes.axhline(0, color="0.4", linewidth=0.6, zorder=1)
             else:
-                axes.set(ylim=(-3, 103), yticks=[2.5, 25, 50, 75, 97.5])
+                axes.set(
+                    ylim=(-3, 103), yticks=(ticks := [2.5, 25, 50, 75, 97.5]), yticklabels=[f"{t:g}" for t in ticks]
+                )
             part = frame[frame.model == model]
-            for k, role in enumerate(part.role.unique()):
+            several = part["stack"].nunique() > 1
+            for k, (stack, role) in enumerate(part.groupby(["stack", "role"], sort=False).groups):
                 for phase, style, face in (("pre", "-", None), ("post", ":", "white")):
-                    here = part[(part.role == role) & (part.phase == phase)].sort_values("layer")
+                    here = part[(part["stack"] == stack) & (part.role == role) & (part.phase == phase)]
+                    here = here.sort_values("layer")
                     axes.plot(
                         here.layer, here[value], style, marker="osD^v<>pPX"[k % 10], color=_axes.PALETTE[k % 10],
                         markerfacecolor=face, markersize=3.5, linewidth=1, zorder=3,
-                        label=f"{ROLE_LABELS.get(role, role)}, {'before' if phase == 'pre' else 'after'} the norm",
+                        label=f"{f'{stack}: ' if several else ''}{ROLE_LABELS.get(role, role)}, {'before' if phase == 'pre' else 'after'} the norm",
                     )  # fmt: skip
     _axes.legend(figure, columns=3)
     n = int(frame.n_directions.max())

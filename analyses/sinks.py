@@ -34,7 +34,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle and norm along the depth of the model, a column per model."""
     models = list(frame.model.unique())
-    figure, grid = _axes.grid(2, models, xlabel="layer (the norm before the MLP at half a layer)")
+    figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
     frame = frame.assign(depth=_source.depth(frame))
     for column, model in enumerate(models):
         angle, norm = grid[:, column]

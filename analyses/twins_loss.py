@@ -25,18 +25,20 @@ def compute() -> pd.DataFrame:
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning curves, and the difference between the twins in held-out loss."""
-    figure, grid = _axes.grid(1, ["learning curves", "difference"], xlabel="training step", height=2.4, sharey="none")
+    figure, grid = _axes.grid(
+        1, ["learning curves", "difference in held-out loss"], xlabel="training step", height=2.4, sharey="none"
+    )
     curves, difference = grid[0]
     for k, (norm, part) in enumerate(frame.groupby("norm", sort=False)):
         label = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(norm)]
-        style = {"color": _axes.PALETTE[k], "linewidth": 1, "markersize": 3}
+        style = {"color": _axes.PALETTE[k], "linewidth": 1, "markersize": 3 + 2 * k, "markerfacecolor": "none"}
         curves.plot(part.step, part.held_out_loss, f"{'os'[k]}-", label=f"{label}, held-out", **style)
         curves.plot(part.step, part.train_loss, "--", label=f"{label}, training", **style)
     curves.set_ylabel("loss (nats per token)")
     held_out = frame.pivot_table(index="step", columns="norm", values="held_out_loss")
     difference.axhline(0, color="0.4", linewidth=0.6)
     difference.plot(held_out.index, held_out.rmsnorm - held_out.layernorm, "D-", color="0.2", linewidth=1, markersize=3)
-    difference.set_ylabel("held-out, RMSNorm minus LayerNorm (nats)")
+    difference.set_ylabel("RMSNorm minus LayerNorm (nats)")
     _axes.legend(figure)
     figure.suptitle("The embedded twins in training", fontsize=9)
     return figure

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import shutil
 import sys
 import time
@@ -331,7 +332,7 @@ def _measure(
         if not done:
             _check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
             writer.create(statistics.directions)
-    announce(_plan(config, job, statistics))
+    announce(_plan(config, job))
     batches = job.tokens.batches(job.n_tokens, config.batch, done)
     uncommitted = 0
     with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
@@ -373,8 +374,16 @@ def _check_space(out: Path, needed: int) -> None:
         )
 
 
+def _memory(device: torch.device) -> int:
+    """Bytes the run has needed at most so far; it does not grow with the number of tokens."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
 @torch.inference_mode()
-def _plan(config: RunConfig, job: _Job, statistics: AngleStatistics) -> str:
+def _plan(config: RunConfig, job: _Job) -> str:
     """One line: what will be measured, and its cost in time (from one timed batch), memory and disk."""
     ids = np.full((config.batch, job.tokens.context), 1)
     probe, base = TokenBatch(ids, np.zeros_like(ids), 0), base_model(job.model)
@@ -384,13 +393,11 @@ def _plan(config: RunConfig, job: _Job, statistics: AngleStatistics) -> str:
         forward(base, probe, int(ids.max()) + 1)
         seconds.append(time.perf_counter() - began)
     total = 1.1 * seconds[-1] * job.n_tokens / probe.n_tokens
-    state = sum(t.numel() * t.element_size() for t in statistics.state.values())
-    weights = sum(p.numel() * p.element_size() for p in job.model.parameters())
     disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
     return (
         f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens of {job.tokens.source} in "
         f"contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
-        f"{job.about['device']}; about {took}, {(weights + state) / 1e9:.1f} GB of memory and activations, "
+        f"{job.about['device']}; about {took}, {_memory(job.model.device) / 1e9:.1f} GB of memory, "
         f"{disk / 1e9:.2f} GB of disk"
     )

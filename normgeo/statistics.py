@@ -36,15 +36,16 @@ BIN_DEGREES = 0.01
 BINS = round(180 / BIN_DEGREES)
 UNIT = 2.0**20  # parts of a degree, of a squared degree and of a norm that sums are exact in
 ENERGY_UNIT = 2.0**32
+DEGREES = 180 / torch.pi
 
 
 def project(x: Float[Tensor, "vectors d"], units: Float[Tensor, "three d"]) -> Float[Tensor, "vectors four"]:
     """(|x|, x.û, x.â, x.b̂) for each row, in float32 whatever the dtype of x (float64 for float64)."""
     x = x if x.dtype == torch.float64 else x.float()
-    out = x.new_empty((x.shape[0], 4))
-    torch.linalg.vector_norm(x, dim=1, out=out[:, 0])
-    torch.mm(x, units.to(x.dtype).T, out=out[:, 1:])
-    return out
+    out = x.new_empty((4, x.shape[0]))  # one row a quantity: units @ x.T takes half the time of x @ units.T
+    torch.linalg.vector_norm(x, dim=1, out=out[0])
+    torch.mm(units.to(x.dtype), x.T, out=out[1:])
+    return out.T
 
 
 def angles_from_scalars(
@@ -69,8 +70,7 @@ def angles_from_scalars(
         # û lies in the null space of mean subtraction: what is left along it is rounding
         dots = dots * torch.tensor([0.0, 1.0, 1.0], dtype=dots.dtype, device=dots.device)
         norm = _left(norm, along[..., 0])
-    cosine = (dots / norm[..., None]).clamp(-1.0, 1.0)
-    return torch.rad2deg(torch.asin(cosine)), norm
+    return (dots / norm[..., None]).clamp_(-1.0, 1.0).asin_().rad2deg_(), norm
 
 
 def _left(norm: Tensor, along: Tensor) -> Tensor:
@@ -105,21 +105,25 @@ class AngleStatistics:
         n, k = len(self.sites), min(len(d.null) for d in directions.values())
         self.k = k
         zeros = lambda *shape: torch.zeros(shape, dtype=torch.float64, device=self.home)  # noqa: E731
+        # what is added together lies together: one addition a group and phase, one a site for the null ensemble
+        self._sums, self._null_sums = zeros(3, n, 3, 12), zeros(n, 3, 3, k + 1)
+        self._null_units = torch.tensor([[DEGREES * UNIT], [DEGREES**2 * UNIT], [ENERGY_UNIT]], dtype=torch.float64)
+        self._null_units = self._null_units.to(self.home)
         self.state: dict[str, Tensor] = {
-            "count": zeros(3, n, 3),
-            "excluded": zeros(3, n, 3),
-            "norm": zeros(3, n, 3),
-            "deviation": zeros(3, n, 3, 3),
-            "square": zeros(3, n, 3, 3),
-            "energy": zeros(3, n, 3, 3),
+            "count": self._sums[..., 0],
+            "excluded": self._sums[..., 1],
+            "norm": self._sums[..., 2],
+            "deviation": self._sums[..., 3:6],
+            "square": self._sums[..., 6:9],
+            "energy": self._sums[..., 9:12],
             "least": torch.full((3, n, 3, 3), torch.inf, dtype=torch.float64, device=self.home),
             "most": torch.full((3, n, 3, 3), -torch.inf, dtype=torch.float64, device=self.home),
             "rotation": zeros(3, n),
             "rotation_square": zeros(3, n),
             "null_count": zeros(n, 3),
-            "null_deviation": zeros(n, 3, k + 1),
-            "null_square": zeros(n, 3, k + 1),
-            "null_energy": zeros(n, 3, k + 1),
+            "null_deviation": self._null_sums[:, :, 0],
+            "null_square": self._null_sums[:, :, 1],
+            "null_energy": self._null_sums[:, :, 2],
             "histogram": torch.zeros((n, 3, 3, BINS), dtype=torch.int64, device=self.home),
         }
         self._compiled: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
@@ -159,8 +163,8 @@ class AngleStatistics:
         """Turn the batch's projections into angles and add them up."""
         for phase in ("pre", "post"):
             for alike in self._alike(phase):
-                block = torch.stack([self.scalars[i, phase] for i in alike]).to(self.home)
-                self._add(alike, phase, block[..., 0], block[..., 1:])
+                block = torch.stack([self.scalars[i, phase].T for i in alike]).to(self.home)
+                self._add(alike, phase, block[:, 0], block[:, 1:].mT)
         # the scalars stay until the next batch begins, for whoever keeps them
 
     def _alike(self, phase: str) -> list[list[int]]:
@@ -186,15 +190,23 @@ class AngleStatistics:
     def _add(self, alike: list[int], phase: str, norm: Tensor, dots: Tensor) -> None:
         site = self.sites[alike[0]]
         gram = self._gram[site.d].to(norm.dtype)
-        members = self._group_members(norm.shape[1])
-        self._accumulate(alike, PHASES.index(phase), *angles_from_scalars(norm, dots, site.kind, phase, gram), members)
-        if phase == "pre":
-            deviation, length = angles_from_scalars(norm, dots, site.kind, "standardized", gram)
-            eps = torch.tensor([self.sites[i].eps for i in alike], dtype=length.dtype, device=length.device)[:, None]
-            scaled = length * torch.rsqrt(length.square() / site.d + eps)
-            self._accumulate(alike, 1, deviation, torch.where(length > 0, scaled, length), members)
-            if site.kind == "layernorm":
-                self._rotate(alike, norm, dots, members)
+        deviation, _ = angles_from_scalars(norm, dots, site.kind, phase, gram)
+        if phase == "post":
+            self._accumulate(alike, {2: norm}, deviation)
+            return
+        turns = site.kind == "layernorm"
+        # where nothing is subtracted the angles of the standardized vector are the input's
+        standard, length = (
+            angles_from_scalars(norm, dots, site.kind, "standardized", gram) if turns else (deviation, norm)
+        )
+        eps = torch.tensor([self.sites[i].eps for i in alike], dtype=length.dtype, device=length.device)[:, None]
+        scaled = length * torch.rsqrt(length.square() / site.d + eps)
+        scaled = torch.where(length > 0, scaled, length)
+        if turns:
+            self._accumulate(alike, {0: norm}, deviation, turns=True)
+            self._accumulate(alike, {1: scaled}, standard)
+        else:
+            self._accumulate(alike, {0: norm, 1: scaled}, deviation)
 
     def _group_members(self, vectors: int) -> list[Tensor]:
         if vectors not in self._members:
@@ -202,55 +214,78 @@ class AngleStatistics:
             self._members[vectors] = [(group == g).nonzero()[:, 0].to(self.home) for g in range(3)]
         return self._members[vectors]
 
-    def _accumulate(self, alike: list[int], phase: int, deviation: Tensor, norm: Tensor, members: list[Tensor]) -> None:
-        """Add [sites, vectors, 3] deviations from the right angle, in degrees, and [sites, vectors] norms."""
-        s, where = self.state, torch.tensor(alike, device=self.home)
-        valid = (norm > 0) & torch.isfinite(norm) & torch.isfinite(deviation).all(-1)
+    def _accumulate(self, alike: list[int], norms: dict[int, Tensor], deviation: Tensor, turns: bool = False) -> None:
+        """Add [sites, vectors, 3] deviations from the right angle, in degrees, and [sites, vectors] norms.
+
+        Args:
+            alike: indices of the sites.
+            norms: for each phase that has these angles, the norms of its vectors.
+            deviation: 90 - theta; an angle is bounded, so that a sum of angles is finite when all of them are.
+            turns: add up the angle between x and y too, arcsin(|x.û| / |x|), which is |deviation| from û.
+        """
+        first, p = next(iter(norms.values())), len(norms)
+        valid = (first > 0) & torch.isfinite(first + deviation.sum(-1))
         all_valid = bool(valid.all())
+        # rows: a norm for each phase, deviation, square and energy of three directions each, |deviation| from û
+        block = first.new_empty((len(alike), p + 9 + turns, first.shape[1]))
+        for row, norm in enumerate(norms.values()):
+            torch.mul(norm if all_valid else norm.where(valid, 0.0), UNIT, out=block[:, row]).round_()
+        deviation = deviation.mT if all_valid else deviation.mT.where(valid[:, None], 0.0)
+        units = torch.mul(deviation, UNIT, out=block[:, p : p + 3]).round_()
+        torch.mul(units, units, out=block[:, p + 3 : p + 6]).mul_(1 / UNIT).round_()
+        rounded = torch.mul(units, 1 / UNIT)
+        energy = torch.mul(rounded, 1 / DEGREES, out=block[:, p + 6 : p + 9])
+        energy.sin_().square_().mul_(ENERGY_UNIT).round_()
+        if turns:
+            torch.abs(units[:, 0], out=block[:, -1])
+        low = high = units
         if not all_valid:
-            deviation = torch.where(valid[..., None], deviation, torch.zeros_like(deviation))
-            norm = torch.where(valid, norm, torch.zeros_like(norm))
-        deviation = torch.round(deviation * UNIT)
-        square = torch.round(deviation * deviation * (1 / UNIT))
-        energy = torch.round(torch.sin(torch.deg2rad(deviation * (1 / UNIT))).square_() * ENERGY_UNIT)
-        lengths = torch.round(norm * UNIT)
-        self._fill(where, phase, deviation, valid, all_valid)
-        for g, rows in enumerate(members):
-            if len(rows) == 0:
-                continue
-            whole = len(rows) == norm.shape[1]
-            pick = (lambda t: t) if whole else (lambda t, rows=rows: t.index_select(1, rows))
-            n_valid = pick(valid).sum(1, dtype=torch.float64)
-            s["count"][g, where, phase] += n_valid
-            s["excluded"][g, where, phase] += len(rows) - n_valid
-            s["norm"][g, where, phase] += pick(lengths).sum(1, dtype=torch.float64)
-            chosen = pick(deviation)
-            s["deviation"][g, where, phase] += chosen.sum(1, dtype=torch.float64)
-            s["square"][g, where, phase] += pick(square).sum(1, dtype=torch.float64)
-            s["energy"][g, where, phase] += pick(energy).sum(1, dtype=torch.float64)
-            least, most = chosen, chosen
-            if not all_valid:
-                hole = ~pick(valid)[..., None]
-                least, most = chosen.masked_fill(hole, torch.inf), chosen.masked_fill(hole, -torch.inf)
-            s["least"][g, where, phase] = torch.minimum(s["least"][g, where, phase], least.amin(1).double())
-            s["most"][g, where, phase] = torch.maximum(s["most"][g, where, phase], most.amax(1).double())
+            low, high = (units.masked_fill(~valid[:, None], edge) for edge in (torch.inf, -torch.inf))
+        self._fill(alike, list(norms), rounded, None if all_valid else valid)
+        self._add_groups(alike, list(norms), block, low, high, valid)
 
-    def _fill(self, where: Tensor, phase: int, deviation: Tensor, valid: Tensor, all_valid: bool) -> None:
-        bins = ((90.0 - deviation * (1 / UNIT)) * (1 / BIN_DEGREES)).clamp_(0, BINS - 1).to(torch.int64)
-        row = ((where * 3 + phase) * 3)[:, None, None] + torch.arange(3, device=self.home)
-        flat = row * BINS + bins
-        flat = flat.flatten() if all_valid else flat[valid].flatten()
-        self.state["histogram"].view(-1).index_add_(0, flat, torch.ones_like(flat))
+    def _add_groups(
+        self, alike: list[int], phases: list[int], block: Tensor, low: Tensor, high: Tensor, valid: Tensor
+    ) -> None:
+        """Reduce over the tokens of each group. Only the small groups are gathered; they are blotted out for the last."""
+        members, where = self._group_members(block.shape[2]), torch.tensor(alike, device=self.home)
+        *small, big = sorted(range(3), key=lambda g: len(members[g]))
+        small = [g for g in small if len(members[g])]
+        reduced = {}
+        for g in small:
+            part, least, most, seen = (t.index_select(-1, members[g]) for t in (block, low, high, valid))
+            reduced[g] = least.amin(-1), most.amax(-1), seen.sum(-1), part.sum(-1, dtype=torch.float64)
+        if small:
+            others = torch.cat([members[g] for g in small])
+            for edge in (low, high):
+                edge.index_copy_(2, others, edge[..., members[big][:1]].expand(-1, -1, len(others)))
+        least, most = low.amin(-1), high.amax(-1)
+        if small:
+            block.index_fill_(2, others, 0.0)
+            valid.index_fill_(1, others, False)
+        reduced[big] = least, most, valid.sum(-1), block.sum(-1, dtype=torch.float64)
+        p = len(phases)
+        for g, (least, most, seen, sums) in reduced.items():
+            seen = seen[:, None].double()
+            counts = torch.cat([seen, len(members[g]) - seen], 1)
+            for row, phase in enumerate(phases):
+                found = torch.cat([counts, sums[:, row : row + 1], sums[:, p : p + 9]], 1)
+                self._sums[g, :, phase].index_add_(0, where, found)
+                for name, edge, keep in (("least", least, torch.minimum), ("most", most, torch.maximum)):
+                    kept = self.state[name][g, :, phase]
+                    kept[where] = keep(kept[where], edge.double())
+            if sums.shape[1] > p + 9:
+                self.state["rotation"][g].index_add_(0, where, sums[:, -1])
+                self.state["rotation_square"][g].index_add_(0, where, sums[:, p + 3])
 
-    def _rotate(self, alike: list[int], norm: Tensor, dots: Tensor, members: list[Tensor]) -> None:
-        """The angle between x and y: arcsin(|x.û| / |x|)."""
-        where = torch.tensor(alike, device=self.home)
-        turned = torch.rad2deg(torch.asin((dots[..., 0].abs() / norm).clamp(max=1.0)))
-        turned = torch.round(torch.nan_to_num(turned, posinf=0.0) * UNIT)
-        for g, rows in enumerate(members):
-            part = turned.index_select(1, rows)
-            self.state["rotation"][g, where] += part.sum(1, dtype=torch.float64)
-            self.state["rotation_square"][g, where] += torch.round(part * part * (1 / UNIT)).sum(1, dtype=torch.float64)
+    def _fill(self, alike: list[int], phases: list[int], degrees: Tensor, valid: Tensor | None) -> None:
+        bins = degrees.neg_().add_(90.0).mul_(1 / BIN_DEGREES).clamp_(0, BINS - 1).to(torch.int64)
+        site = torch.tensor(alike, device=self.home)[:, None, None]
+        flat = bins.add_((site * 9 + torch.arange(3, device=self.home)[:, None]) * BINS)
+        flat = flat.flatten() if valid is None else flat[valid[:, None].expand_as(flat)]
+        once = torch.ones_like(flat)
+        for phase in phases:
+            self.state["histogram"].view(-1)[phase * 3 * BINS :].index_add_(0, flat, once)
 
     # --- the null ensemble -------------------------------------------------------------------------------------------
 
@@ -263,31 +298,27 @@ class AngleStatistics:
         rows = self._rows[key]
         if len(rows) == 0:
             return
-        x = hidden.index_select(0, rows).to(null.dtype)
-        dots, norm = x @ null.T, torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        self._add_null(site, PHASES.index(phase), dots, norm)
-        if phase == "pre" and self.sites[site].kind == "layernorm":
-            along = dots[:, :1]
-            rest = dots - along * gram
-            rest[:, 0] = 0.0
-            self._add_null(site, 1, rest, _left(norm, along))
+        dots = null @ hidden.index_select(0, rows).to(null.dtype).T
+        norm = self.scalars[site, phase][:, 0].index_select(0, rows)
+        if dots.device.type != self.home.type:  # MPS has no float64
+            dots, norm, gram = dots.to(self.home), norm.to(self.home), gram.to(self.home)
+        turns = self.sites[site].kind == "layernorm"
+        if phase == "pre" and turns:
+            rest = torch.addr(dots, gram, dots[0], alpha=-1)
+            rest[0] = 0.0
+            self._add_null(site, [1], rest, _left(norm, dots[0]))
+        self._add_null(site, [2] if phase == "post" else [0] if turns else [0, 1], dots, norm)
 
-    def _add_null(self, site: int, phase: int, dots: Tensor, norm: Tensor) -> None:
+    def _add_null(self, site: int, phases: list[int], dots: Tensor, norm: Tensor) -> None:
+        """Add [k + 1, vectors] dot products, which are overwritten, of vectors with these norms."""
         valid = (norm > 0) & torch.isfinite(norm)
-        cosine = torch.where(valid, dots / norm, torch.zeros_like(dots)).clamp_(-1.0, 1.0)
+        cosine = dots.div_(norm).masked_fill_(~valid, 0.0).clamp_(-1.0, 1.0)
         deviation = torch.asin(cosine)
-        phases = [phase, 1] if phase == 0 and self.sites[site].kind == "rmsnorm" else [phase]
-        degrees = 180 / torch.pi
-        sums = {
-            "null_count": valid.sum(),
-            "null_deviation": torch.round(deviation.sum(0, dtype=torch.float64) * (degrees * UNIT)),
-            "null_square": torch.round(deviation.square_().sum(0, dtype=torch.float64) * (degrees**2 * UNIT)),
-            "null_energy": torch.round(cosine.square_().sum(0, dtype=torch.float64) * ENERGY_UNIT),
-        }
-        for name, value in sums.items():
-            value = value.to(self.home)
-            for p in phases:
-                self.state[name][site, p] += value
+        moments = [t.sum(1, dtype=torch.float64) for t in (deviation, deviation.square(), cosine.square_())]
+        sums, count = torch.stack(moments).mul_(self._null_units).round_().to(self.home), valid.sum().to(self.home)
+        for p in phases:
+            self._null_sums[site, p] += sums
+            self.state["null_count"][site, p] += count
 
     # --- merging and resuming ----------------------------------------------------------------------------------------
 
@@ -302,7 +333,11 @@ class AngleStatistics:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything accumulated so far, on the CPU, the histogram as its non-empty bins."""
-        out = {name: value.cpu().clone() for name, value in self.state.items() if name != "histogram"}
+        out = {
+            name: value.cpu().clone(memory_format=torch.contiguous_format)
+            for name, value in self.state.items()
+            if name != "histogram"
+        }
         flat = self.state["histogram"].view(-1).cpu()
         out["histogram_bins"] = flat.nonzero()[:, 0]
         out["histogram_counts"] = flat[out["histogram_bins"]]
