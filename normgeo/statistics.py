@@ -247,7 +247,7 @@ class AngleStatistics:
     def _add_groups(
         self, alike: list[int], phases: list[int], block: Tensor, low: Tensor, high: Tensor, valid: Tensor
     ) -> None:
-        """Reduce over the tokens of each group. Only the small groups are gathered; they are blotted out for the last."""
+        """Reduce over the tokens of each group: the small ones are gathered, then blotted out for the largest."""
         members, where = self._group_members(block.shape[2]), torch.tensor(alike, device=self.home)
         *small, big = sorted(range(3), key=lambda g: len(members[g]))
         small = [g for g in small if len(members[g])]
