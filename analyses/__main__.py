@@ -9,9 +9,13 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import transformers
+
 import analyses
 from normgeo import figures
 from normgeo.errors import DataError, NormGeoError
+
+FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 
 
 def names() -> list[str]:
@@ -29,7 +33,9 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
         raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
     module = importlib.import_module(f"analyses.{name}")
     if unknown := options.keys() - inspect.signature(module.compute).parameters.keys():
-        raise DataError(f"{name} does not depend on {', '.join(f'--{o}' for o in sorted(unknown))}; leave it out")
+        raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
+    transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
+    transformers.utils.logging.disable_progress_bar()
     frame = module.compute(**options)
     out.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(out / f"{name}.parquet", index=False)

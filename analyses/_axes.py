@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from normgeo.figures import STYLE, WIDTH
 
 PALETTE = sns.color_palette("colorblind")
-DEPTH = "layer (its second norm half a layer on)"
+DEPTH = "layer (norms of a layer in order)"
 
 
 def grid(

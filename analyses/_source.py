@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from normgeo.angles import AngleTable, measure_angles
+from normgeo.errors import DataError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer
 from normgeo.tokens import load_tokens
 
@@ -20,7 +21,12 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
     Args:
         run: the run's directory.
         n_tokens: tokens of the embedded sample to measure; None is all of them. A run has its own number.
+
+    Raises:
+        DataError: the directory holds no finished run, or it is asked for a number of tokens.
     """
+    if n_tokens is not None and (run is not None or n_tokens < 1):
+        raise DataError(f"a number of tokens is at least 1 and goes without a run; received {n_tokens}, run {run}")
     if run is not None:
         return AngleTable.load(run)
     tables = []

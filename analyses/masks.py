@@ -37,8 +37,10 @@ def compute(
 
     Raises:
         RunError: the run kept no scalars.
-        DataError: a mask leaves no token.
+        DataError: a mask leaves no token, or a run is asked for a number of tokens.
     """
+    if run is not None and n_tokens is not None:
+        raise DataError(f"{run} has its own tokens; leave out the number of tokens")
     with tempfile.TemporaryDirectory() as folder:
         if run is None:
             run = Path(folder) / "run"

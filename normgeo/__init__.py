@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normgeo.angles import AngleTable, measure_angles
+    from normgeo.conversion import Conversion, convert
     from normgeo.errors import NormGeoError
     from normgeo.geometry import Directions, angle, standardize, uniform_vector
     from normgeo.models import load_model, load_tokenizer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AngleTable",
     "CRMSNorm",
+    "Conversion",
     "Directions",
     "LayerNorm",
     "NormGeoError",
@@ -29,6 +31,7 @@ __all__ = [
     "ScalarStore",
     "TokenStream",
     "angle",
+    "convert",
     "find_sites",
     "load_model",
     "load_tokenizer",
@@ -39,6 +42,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "Conversion": "conversion",
+    "convert": "conversion",
     "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
     "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",

@@ -126,7 +126,7 @@ def _named_rows(state: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[s
         if name == "uniform":
             row |= _against_null(state, i, p)
             if PHASES[p] == "standardized":
-                n = row["n_tokens"]
+                n = state["count"][:, i, 0].sum()  # vectors of equal components count, turned by 90 degrees
                 mean = state["rotation"][:, i].sum() / UNIT / n
                 square = state["rotation_square"][:, i].sum() / UNIT / n
                 row |= {

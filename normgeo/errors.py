@@ -21,5 +21,9 @@ class ActivationError(NormGeoError):
     """Hidden states that carry no angle: all zero or not finite."""
 
 
+class ConversionError(NormGeoError):
+    """A conversion that is impossible, or whose certificate failed."""
+
+
 class RunError(NormGeoError):
     """A run directory that belongs to another run, is damaged, or cannot be written."""

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ __all__ = ["Gauge", "Shift", "center", "find_gauge", "float64_copy", "outputs_of
 
 INVISIBLE = 1e-6
 """Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
+
+
+Place = tuple[str, Literal["input", "output"]]
+"""The first input or output of a module, by the module's dotted name."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,13 +54,13 @@ class Gauge:
     Attributes:
         writers: shifts that move the mean of what some LayerNorm is given.
         readers: shifts that move no mean: they multiply a vector whose mean is zero already.
-        invisible: modules of whose output no model output sees the mean, in the order they finish.
+        invisible: modules of whose (first) input or output no model output sees the mean, in the order of the pass.
         sites: the model's norms.
     """
 
     writers: tuple[Shift, ...]
     readers: tuple[Shift, ...]
-    invisible: tuple[str, ...]
+    invisible: tuple[Place, ...]
     sites: tuple[NormSite, ...]
 
 
@@ -127,24 +131,32 @@ def _ratio(gradient: Tensor, axis: int) -> float:
 
 
 @contextmanager
-def _outputs_kept(model: nn.Module, width: set[int]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Keeps the gradient of every module's floating-point output of one of these widths, as modules finish."""
-    kept: list[tuple[str, Tensor]] = []
+def _activations_kept(model: nn.Module, width: set[int], norms: set[str]) -> Iterator[list[tuple[Place, Tensor]]]:
+    """Keeps the gradient of what goes into and comes out of every module, in order, where the width is one of these.
+
+    What goes into a norm is left out: recentering there is what LayerNorm does itself.
+    """
+    kept: list[tuple[Place, Tensor]] = []
     handles = []
 
-    def hook(name: str) -> Any:
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.requires_grad and first.ndim > 1 and first.shape[-1] in width:
-                first.retain_grad()
-                kept.append((name, first))
+    def keep(place: Place, value: Any) -> None:
+        first = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(first, Tensor) and first.requires_grad and first.ndim > 1 and first.shape[-1] in width:
+            first.retain_grad()
+            kept.append((place, first))
 
-        return after
+    def before(name: str) -> Any:
+        return lambda _, args: keep((name, "input"), args)
+
+    def after(name: str) -> Any:
+        return lambda _, args, output: keep((name, "output"), output)
 
     try:
         for name, module in model.named_modules():
+            if name and name not in norms:
+                handles.append(module.register_forward_pre_hook(before(name)))
             if name:
-                handles.append(module.register_forward_hook(hook(name)))
+                handles.append(module.register_forward_hook(after(name)))
         yield kept
     finally:
         for handle in handles:
@@ -168,7 +180,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) 
     widths = {site.d for site in sites if site.kind == "layernorm"}
     with torch.no_grad():
         _check_repeatable(outputs_of(probe, inputs), outputs_of(probe, inputs), type(model).__name__)
-    with site_inputs(probe, sites) as given, _outputs_kept(probe, widths) as kept:
+    with site_inputs(probe, sites) as given, _activations_kept(probe, widths, {s.name for s in sites}) as kept:
         outputs = outputs_of(probe, inputs)
     noise = [torch.randn(o.shape, generator=generator, dtype=o.dtype).to(o.device) for o in outputs]
     seen = torch.stack([(o * r).sum() for o, r in zip(outputs, noise, strict=True)]).sum()

@@ -23,14 +23,15 @@ class _Norm(nn.Module):
         *,
         affine: bool = True,
         bias: bool = False,
+        offset: float = 0.0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
-        self.d, self.eps = d, eps
-        gamma = nn.Parameter(torch.ones(d, dtype=dtype, device=device)) if affine else None
+        self.d, self.eps, self.offset = d, eps, offset
+        gamma = nn.Parameter(torch.full((d,), 1.0 - offset, dtype=dtype, device=device)) if affine else None
         beta = nn.Parameter(torch.zeros(d, dtype=dtype, device=device)) if affine and bias else None
         self.register_parameter("weight", gamma)
         self.register_parameter("bias", beta)
@@ -39,11 +40,11 @@ class _Norm(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Z = gamma * y + beta, y the standardized input."""
+        """Scale and shift the standardized y: z = gamma * y + beta with gamma = weight + offset."""
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
         if self.weight is not None:
-            z = z * self.weight
+            z = z * (self.weight + self.offset if self.offset else self.weight)
         if self.bias is not None:
             z = z + self.bias
         return z.to(x.dtype)

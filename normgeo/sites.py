@@ -173,19 +173,28 @@ def _hooked(model: nn.Module, trace: _Trace) -> Iterator[None]:
             handle.remove()
 
 
-def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
-    trace, was_training = _Trace(), model.training
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While inside, the model is in evaluation mode; afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), _hooked(model, trace):
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
+    trace = _Trace()
+    try:
+        with torch.no_grad(), evaluating(model), _hooked(model, trace):
             model(**inputs)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
             f"{type(error).__name__}: {str(error)[:200]}; pass inputs=... that it accepts"
         ) from error
-    finally:
-        model.train(was_training)
     return trace
 
 

@@ -313,9 +313,12 @@ class AngleStatistics:
         """Add [k + 1, vectors] dot products, which are overwritten, of vectors with these norms."""
         valid = (norm > 0) & torch.isfinite(norm)
         cosine = dots.div_(norm).masked_fill_(~valid, 0.0).clamp_(-1.0, 1.0)
-        deviation = torch.asin(cosine)
-        moments = [t.sum(1, dtype=torch.float64) for t in (deviation, deviation.square(), cosine.square_())]
-        sums, count = torch.stack(moments).mul_(self._null_units).round_().to(self.home), valid.sum().to(self.home)
+        moments = cosine.new_empty((3, *cosine.shape))
+        deviation = torch.asin(cosine, out=moments[0])
+        torch.mul(deviation, deviation, out=moments[1])
+        torch.mul(cosine, cosine, out=moments[2])
+        sums = moments.sum(2, dtype=torch.float64).to(self.home).mul_(self._null_units).round_()
+        count = valid.sum().to(self.home)
         for p in phases:
             self._null_sums[site, p] += sums
             self.state["null_count"][site, p] += count

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
 from normgeo.models import base_model, max_context
-from normgeo.sites import NormSite
+from normgeo.sites import NormSite, evaluating
 from normgeo.tokens import TokenBatch
 
 __all__ = ["Sink", "check_context", "forward", "hooked", "stream"]
@@ -151,13 +151,14 @@ def stream(
     vocabulary = int(embeddings.weight.shape[0])  # pyright: ignore
     prefix = next((n for n, m in model.named_modules() if m is runner), "")
     local = [_renamed(site, prefix) for site in sites]
-    with torch.inference_mode(), hooked(runner, local, sinks):
+    with evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
-            for sink in sinks:
-                sink.begin(batch)
-            forward(runner, batch, vocabulary)
-            for sink in sinks:
-                sink.end()
+            with torch.inference_mode():  # not around the yield: it would be on in the caller's code as well
+                for sink in sinks:
+                    sink.begin(batch)
+                forward(runner, batch, vocabulary)
+                for sink in sinks:
+                    sink.end()
             yield batch
 
 

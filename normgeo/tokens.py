@@ -235,15 +235,15 @@ def load_tokens(
 def _load_ids(path: Path) -> np.ndarray:
     try:
         return np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"cannot read token ids from {path}: {error}") from error
 
 
 def _pack(
     documents: Callable[[], Iterable[str]], tokenizer: Any, context: int, source: str, digest: str
 ) -> TokenStream:
-    separator = [] if _adds_special_tokens(tokenizer) else [tokenizer.eos_token_id or tokenizer.sep_token_id]
-    separator = [i for i in separator if i is not None]
+    ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
+    separator = [] if _adds_special_tokens(tokenizer) else ends[:1]
 
     def contexts() -> Iterator[Context]:
         ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)

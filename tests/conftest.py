@@ -9,9 +9,8 @@ os.environ.update(
 
 import pytest
 import torch
-from hypothesis import settings
-
 import zoo
+from hypothesis import settings
 
 settings.register_profile("normgeo", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("normgeo")

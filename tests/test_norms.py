@@ -32,7 +32,9 @@ def random_norm(cls, d, eps=1e-5, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("cls", NORMS)
-@given(seed=st.integers(0, 2**31), d=st.integers(2, 65), eps=st.sampled_from([1e-12, 1e-5, 3e-2]), mean=st.floats(-9, 9))
+@given(
+    seed=st.integers(0, 2**31), d=st.integers(2, 65), eps=st.sampled_from([1e-12, 1e-5, 3e-2]), mean=st.floats(-9, 9)
+)
 def test_norms_equal_their_definition_in_float64(cls, seed, d, eps, mean):
     x = torch.randn(2, 3, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + mean
     norm = random_norm(cls, d, eps, torch.float64, bias=True)

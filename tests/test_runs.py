@@ -90,9 +90,7 @@ def test_a_run_equals_the_library_call(tmp_path):
     table = start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
     model = load_model("embedded-layernorm")
     tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
-    again = measure_angles(
-        model, tokens, n_tokens=6000, batch=4, null=16, name="embedded-layernorm", progress=False
-    )
+    again = measure_angles(model, tokens, n_tokens=6000, batch=4, null=16, name="embedded-layernorm", progress=False)
     pd.testing.assert_frame_equal(table.frame, again.frame, check_exact=True)
     assert not (tmp_path / "run/scalars.zarr").exists()
 

@@ -1,0 +1,66 @@
+"""What measuring costs: each way to look at hidden states against the base model's own forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+import seaborn as sns
+import torch
+
+from normgeo import figures
+from normgeo.bench import bench_stream
+from normgeo.models import load_model, load_tokenizer, max_context
+from normgeo.tokens import load_tokens
+
+LABELS = {
+    "base": "base model", "full": "causal LM with logits", "output_hidden_states": "output_hidden_states",
+    "cosine_hooks": "a cosine with 1 in each hook", "clone_hooks": "cloning everything to memory",
+    "statistics": "normgeo, 3 directions", "statistics_null": "normgeo, with the null ensemble",
+}  # fmt: skip
+
+
+def compute(
+    model: str | Path = "embedded-layernorm",
+    data: str | Path = "sample",
+    context: int = 256,
+    batch: int = 8,
+    rounds: int = 7,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Times of every variant and their ratios to the base model's, in float32."""
+    loaded = load_model(model, dtype=torch.float32, device=device)
+    context = min(context, max_context(loaded) or context)
+    tokens = load_tokens(data, load_tokenizer(model), context=context)
+    frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
+    frame.insert(0, "model", str(model))
+    return frame
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Median ratios with quartiles, a bar a variant; normgeo's own in another color."""
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
+    figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 2.4), layout="constrained")
+    axes = figure.subplots()
+    colors = sns.color_palette("colorblind")
+    bars = [colors[1] if name.startswith("statistics") else colors[0] for name in frame.variant]
+    axes.barh(
+        [LABELS[name] for name in frame.variant], frame.ratio, color=bars, height=0.7,
+        xerr=[frame.ratio - frame.q25, frame.q75 - frame.ratio], error_kw={"elinewidth": 0.8, "capsize": 1.5},
+    )  # fmt: skip
+    for row, (ratio, edge) in enumerate(zip(frame.ratio, frame.q75, strict=True)):
+        axes.annotate(f"{ratio:.2f}", (edge, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.axvline(1, color="0.4", linewidth=0.6)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    first = frame.iloc[0]
+    axes.set_xlabel(
+        f"time / time of the base model ({first.seconds:.3g} s a batch); quartiles of {first.rounds} rounds"
+    )
+    figure.suptitle(
+        f"{first.model}: {first.batch} x {first.context} tokens, d = {first.d}, {first.sites} norms, {first.dtype}, "
+        f"{first.device}",
+        fontsize=9,
+    )
+    return figure

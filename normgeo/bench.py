@@ -1,0 +1,217 @@
+"""What measuring costs: the stream against the base model's own forward pass, and peak memory against tokens."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import multiprocessing
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.angles import measure_angles, new_statistics
+from normgeo.errors import DataError
+from normgeo.models import base_model, load_model, load_tokenizer
+from normgeo.sites import NormSite, find_sites
+from normgeo.stream import forward, stream
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+
+__all__ = ["VARIANTS", "bench_stream", "peak_memory"]
+
+VARIANTS = (
+    "base", "full", "output_hidden_states", "cosine_hooks", "clone_hooks", "statistics", "statistics_null",
+)  # fmt: skip
+"""The base model alone; the causal LM with logits; three common ways to look at hidden states; and this package's."""
+
+
+def bench_stream(
+    model: PreTrainedModel,
+    tokens: TokenStream,
+    *,
+    batch: int = 8,
+    rounds: int = 7,
+    null: int = 256,
+    null_every: int = 8,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Time the stream and its alternatives, interleaved: every variant once a round, in random order, on one batch.
+
+    Args:
+        model: a model that takes token ids.
+        tokens: the stream; each round takes its next batch of equal shape, and starts again where it ends.
+        batch: contexts that go through the model together.
+        rounds: how many rounds; one more, before them, warms up.
+        null: number of random directions in `statistics_null`.
+        null_every: the null ensemble meets one token in so many.
+        seed: of the order.
+
+    Returns:
+        One row a variant. `ratio` is the median over rounds of the time over that of `base` in the same round, with
+        quartiles `q25` and `q75`; `seconds` is the median time itself.
+
+    Raises:
+        DataError: the stream is empty.
+    """
+    sites = find_sites(model)
+    batches = _alike(tokens, batch, rounds + 1)
+    runs = _variants(model, sites, null, null_every)
+    order, seconds = random.Random(seed), defaultdict[str, list[float]](list)
+    for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
+        for name in order.sample(VARIANTS, len(VARIANTS)):
+            _synchronize(model)
+            start = time.perf_counter()
+            runs[name](chunk)
+            _synchronize(model)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    about = {
+        "device": _device_name(model), "torch": torch.__version__, "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(), "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
+        "d": max(site.d for site in sites), "sites": len(sites), "rounds": rounds, "null": null,
+        "null_every": null_every,
+    }  # fmt: skip
+    rows = []
+    for name in VARIANTS:
+        ratios = np.array(seconds[name]) / np.array(seconds["base"])
+        q25, ratio, q75 = np.quantile(ratios, [0.25, 0.5, 0.75])
+        found = {"variant": name, "ratio": ratio, "q25": q25, "q75": q75, "seconds": float(np.median(seconds[name]))}
+        rows.append(found | about)
+    return pd.DataFrame(rows)
+
+
+def _alike(tokens: TokenStream, batch: int, rounds: int) -> list[TokenBatch]:
+    """The first batches of the stream that have the shape of the first."""
+    found = list(itertools.islice(tokens.batches(None, batch), rounds))
+    if not found:
+        raise DataError(f"{tokens.source} holds no tokens")
+    return [b for b in found if b.ids.shape == found[0].ids.shape]
+
+
+def _variants(
+    model: PreTrainedModel, sites: Sequence[NormSite], null: int, null_every: int
+) -> dict[str, Callable[[TokenBatch], Any]]:
+    base = base_model(model)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    modules, names = dict(model.named_modules()), list(dict.fromkeys(site.name for site in sites))
+    norms = [modules[name] for name in names]
+
+    def plain(runner: PreTrainedModel, chunk: TokenBatch) -> None:
+        with torch.inference_mode():
+            forward(runner, chunk, vocabulary)
+
+    def hidden_states(chunk: TokenBatch) -> None:
+        ids = torch.from_numpy(chunk.ids).to(model.device)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
+        with torch.inference_mode():
+            base(input_ids=ids, output_hidden_states=True, **options)
+
+    def cosines(chunk: TokenBatch) -> None:
+        kept: list[Tensor] = []
+        with _watched(norms, lambda x: kept.append(torch.cosine_similarity(x, torch.ones_like(x), dim=-1))):
+            plain(base, chunk)
+
+    def clones(chunk: TokenBatch) -> None:
+        kept: list[Tensor] = []
+        with _watched(norms, lambda x: kept.append(x.clone())):
+            plain(base, chunk)
+
+    def measured(k: int) -> Callable[[TokenBatch], None]:
+        statistics = new_statistics(model, sites, null=k, seed=0, null_every=null_every, bos=None)
+
+        def run(chunk: TokenBatch) -> None:
+            for _ in stream(model, sites, [chunk], [statistics]):
+                pass
+
+        return run
+
+    return {
+        "base": lambda chunk: plain(base, chunk),
+        "full": lambda chunk: plain(model, chunk),
+        "output_hidden_states": hidden_states,
+        "cosine_hooks": cosines,
+        "clone_hooks": clones,
+        "statistics": measured(0),
+        "statistics_null": measured(null),
+    }
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], look: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Plain hooks that hand the first input and the output of every module to a function."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        look(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        look(output)
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    handles += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _synchronize(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _device_name(model: PreTrainedModel) -> str:
+    if model.device.type == "cuda":
+        return torch.cuda.get_device_name(model.device)
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+    return model.device.type
+
+
+def peak_memory(
+    model: str | Path,
+    data: str | Path,
+    n_tokens: int,
+    *,
+    context: int | None = None,
+    batch: int = 8,
+    null: int = 256,
+) -> int:
+    """Peak resident memory in bytes of a fresh process that measures so many tokens on the CPU.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    options = {"context": context, "batch": batch, "null": null}
+    spawned = multiprocessing.get_context("spawn")
+    receiver, sender = spawned.Pipe(duplex=False)
+    process = spawned.Process(target=_measure, args=(sender, str(model), str(data), n_tokens, options))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError as error:
+        raise RuntimeError(f"measuring {n_tokens} tokens of {data} with {model} failed; see its traceback") from error
+    finally:
+        process.join()
+        receiver.close()
+
+
+def _measure(sender: Any, name: str, data: str, n_tokens: int, options: dict[str, Any]) -> None:
+    tokens = load_tokens(data, load_tokenizer(name), context=options.pop("context"))
+    measure_angles(load_model(name), tokens, n_tokens=n_tokens, progress=False, **options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sender.send(peak if sys.platform == "darwin" else 1024 * peak)
+    sender.close()

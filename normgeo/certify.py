@@ -1,0 +1,131 @@
+"""Certificates: how equal two models are, in float64 and in their own dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from normgeo.gauge import outputs_of
+from normgeo.models import example_inputs
+
+__all__ = ["Certificate", "certificate_inputs", "certify"]
+
+EXACT = 1e-10
+SINGLE = 1e-5
+LENGTHS = (2, 7, 16)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How equal a converted model is to its original.
+
+    Attributes:
+        passed: the float64 outputs agree within `tolerance`, and at least one norm was replaced.
+        error_abs, error_rel: worst absolute error of any output in float64, and relative to that output's largest value.
+        tolerance: 1e-10, or 1e-5 for a model that computes in float32 inside, also when it is given float64.
+        single_inside: whether it does.
+        inputs: shapes of the inputs compared.
+        own_dtype: the models' own dtype.
+        own_error: worst relative error of the converted model in its own dtype, against the original in float64.
+        original_error: the same of the original: what rounding alone does.
+        kl: mean Kullback-Leibler divergence (nats) of the last-axis softmax of the first output, in the own dtype.
+        top1: share of positions where both prefer the same index.
+        site_mean: largest |mean| / rms of what a replaced norm is given, in float64.
+        replaced, kept, untouched, recentered: how many.
+    """
+
+    passed: bool
+    error_abs: float
+    error_rel: float
+    tolerance: float
+    single_inside: bool
+    inputs: tuple[str, ...]
+    own_dtype: str
+    own_error: float
+    original_error: float
+    kl: float
+    top1: float
+    site_mean: float
+    replaced: int
+    kept: int
+    untouched: int
+    recentered: int
+
+    def to_json(self) -> str:
+        """The fields as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def table(self) -> str:
+        """The fields as lines a person reads."""
+        rows = [(name.replace("_", " "), value) for name, value in asdict(self).items()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{n:<{width}}  {v:.3g}" if isinstance(v, float) else f"{n:<{width}}  {v}" for n, v in rows)
+
+
+class _SingleInside(TorchDispatchMode):
+    """Notices whether anything is computed in a narrower floating-point type than float64."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self.found = True
+        return out
+
+
+def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Inputs to compare on: several lengths, each with its own random content."""
+    return [example_inputs(model, time, seed=time) for time in LENGTHS]
+
+
+def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
+    absolute = relative = 0.0
+    for x, y in zip(a, b, strict=True):
+        difference = (x.double() - y.double()).abs().max().item()
+        absolute = max(absolute, difference)
+        relative = max(relative, difference / max(x.double().abs().max().item(), 1e-300))
+    return absolute, relative
+
+
+@torch.no_grad()
+def certify(
+    original64: PreTrainedModel,
+    converted64: PreTrainedModel,
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    inputs: Sequence[dict[str, Tensor]],
+    *,
+    site_mean: float,
+    counts: dict[str, int],
+) -> Certificate:
+    """Compare a conversion with its original, both in float64 and in their own dtype.
+
+    Raises:
+        ModelError: an output is NaN or infinite.
+    """
+    absolute = relative = own = base = kl = top1 = 0.0
+    with _SingleInside() as watch:
+        outputs_of(original64, inputs[0])
+    for batch in inputs:
+        truth = outputs_of(original64, batch)
+        a, r = _worst(truth, outputs_of(converted64, batch))
+        absolute, relative = max(absolute, a), max(relative, r)
+        first, second = outputs_of(original, batch), outputs_of(converted, batch)
+        base, own = max(base, _worst(truth, first)[1]), max(own, _worst(truth, second)[1])
+        p, q = first[0].double().log_softmax(-1), second[0].double().log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(inputs)
+        top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item() / len(inputs)
+    tolerance = SINGLE if watch.found else EXACT
+    return Certificate(
+        relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
+        tuple(", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in inputs),
+        str(original.dtype).removeprefix("torch."), own, base, kl, top1, site_mean, **counts,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Every analysis computes, draws and saves, from the embedded pair and from a run; `python -m analyses` runs it."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analyses import _source
+from analyses.__main__ import main, names
+from normgeo import figures
+from normgeo.angles import AngleTable
+from normgeo.errors import DataError, RunError
+from normgeo.runs import RunConfig, start_run
+
+N_TOKENS = 2000
+MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
+FIXED = ["models_table", "twins_loss"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analyses") / "run"
+    start_run(RunConfig(tokens=N_TOKENS, null=32, keep="scalars"), folder, progress=False)
+    return folder
+
+
+def module(name):
+    return importlib.import_module(f"analyses.{name}")
+
+
+def call(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["analyses", *map(str, arguments)])
+    status = main()
+    return status, *capsys.readouterr()
+
+
+def test_every_analysis_is_tested():
+    assert set(MEASURED + FIXED) <= set(names())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_analysis_of_a_run_saves_table_and_figure(name, run, tmp_path, capsys, monkeypatch):
+    status, out, _ = call(capsys, monkeypatch, name, "--run", run, "--out", tmp_path)
+    assert status == 0
+    assert "embedded-layernorm" in out
+    frame = pd.read_parquet(tmp_path / f"{name}.parquet")
+    assert set(frame.model) == {"embedded-layernorm", "embedded-rmsnorm"}
+    assert frame.groupby("model").site.nunique().tolist() == [13, 13]
+    for suffix in ("png", "svg"):
+        assert (tmp_path / f"{name}.{suffix}").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_analysis_without_a_run(name, tmp_path):
+    frame = module(name).compute()
+    figures.save(module(name).plot(frame), tmp_path / name)
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_without_a_run_the_embedded_pair_is_measured(run):
+    measured, loaded = _source.table(None, N_TOKENS).frame, AngleTable.load(run).frame
+    keep = ["model", "site", "phase", "direction"]
+    both = measured.merge(loaded, on=keep, suffixes=("", "_run"))
+    both = both[both.direction != "null"]
+    assert len(both) == 2 * 13 * 3 * 3
+    np.testing.assert_allclose(both.mean_deg, both.mean_deg_run, atol=1e-4)
+    np.testing.assert_array_equal(both.n_tokens, N_TOKENS)
+
+
+def test_one_model_is_drawn_with_all_its_norms(run):
+    frame = module("angles_by_layer").compute(run)
+    figure = module("angles_by_layer").plot(frame[frame.model == "embedded-rmsnorm"])
+    assert [axes.get_title() for axes in figure.axes][:3] == ["pre-attention", "pre-MLP", "final"]
+
+
+def test_masks_agree_with_the_table_and_its_groups(run):
+    table, frame = AngleTable.load(run), module("masks").compute(run)
+    keys = ["model", "site", "phase", "direction"]
+    for mask, expected in (
+        ("all tokens", table.frame),
+        ("first position only", table.sinks[table.sinks.tokens == "first"]),
+        ("without the first position", table.sinks[table.sinks.tokens == "rest"]),
+    ):
+        both = frame[frame["mask"] == mask].merge(expected, on=keys, suffixes=("", "_table"))
+        assert len(both) == 2 * 13 * 2 * 3
+        np.testing.assert_array_equal(both.n_tokens, both.n_tokens_table)
+        np.testing.assert_allclose(both.mean_deg, both.mean_deg_table, atol=1e-4)
+        np.testing.assert_allclose(both.std_deg, both.std_deg_table, atol=1e-3)
+        np.testing.assert_allclose(both.mean_norm, both.mean_norm_table, rtol=1e-4)
+
+
+def test_any_mask(run):
+    frame = module("masks").compute(run, masks={"late": lambda store: store.position >= 128})
+    contexts, rest = divmod(N_TOKENS, _source.CONTEXT)
+    assert set(frame.n_tokens) == {contexts * 128 + max(0, rest - 128)}
+    with pytest.raises(DataError, match="leaves none"):
+        module("masks").compute(run, masks={"none": lambda store: store.position < 0})
+
+
+def test_masks_need_scalars(run, tmp_path):
+    AngleTable.load(run).save(tmp_path)
+    with pytest.raises(RunError, match=r"scalars\.zarr"):
+        module("masks").compute(tmp_path)
+
+
+def test_null_ensemble_needs_random_directions(run, tmp_path):
+    table = AngleTable.load(run)
+    AngleTable(table.frame[table.frame.direction != "null"], table.sinks).save(tmp_path)
+    with pytest.raises(DataError, match="--null"):
+        module("null_ensemble").compute(tmp_path)
+
+
+def test_rotation_is_the_angle_off_90(run):
+    """Of LayerNorm |90 - theta| over the tokens, hence at least |90 - mean theta|; of RMSNorm nothing."""
+    frame = module("rotation").compute(run).set_index("site")
+    pre = AngleTable.load(run).frame.query("phase == 'pre' and direction == 'uniform'").set_index("site")
+    for kind, part in frame.groupby("kind"):
+        rotation, theta = part.rotation_deg, pre[pre.kind == kind].loc[part.index]
+        if kind == "rmsnorm":
+            assert rotation.max() < 0.05
+        else:
+            squares = rotation**2 + part.rotation_std_deg**2
+            np.testing.assert_allclose(squares, (90 - theta.mean_deg) ** 2 + theta.std_deg**2, rtol=1e-3)
+
+
+def test_depth_orders_sites_and_stacks():
+    frame = pd.DataFrame(
+        [("m", "e", 0, "e.0.a"), ("m", "e", 0, "e.0.b"), ("m", "e", 1, "e.1.a"), ("m", "d", 0, "d.0.a")] * 2,
+        columns=["model", "stack", "layer", "site"],
+        index=range(3, 11),
+    )
+    assert _source.depth(frame).tolist() == [0, 0.5, 1, 2] * 2
+    assert _source.depth(frame).index.tolist() == frame.index.tolist()
+
+
+def test_models_table_is_table_1():
+    frame = module("models_table").compute()
+    assert frame.d.tolist() == [1600, 2048, 2048, 4096, 4096, 4096, 4096]
+    assert frame.layers.tolist() == [48, 24, 24, 28, 32, 32, 32]
+    assert frame.norm.tolist() == ["LayerNorm"] * 5 + ["RMSNorm"] * 2
+
+
+def test_twins_saw_the_same_steps():
+    frame = module("twins_loss").compute()
+    steps = frame.groupby("norm").step.apply(list)
+    assert steps["layernorm"] == steps["rmsnorm"]
+    losses = frame.groupby("norm").held_out_loss.min()
+    assert abs(losses["layernorm"] - losses["rmsnorm"]) < 0.1
+
+
+def test_list_and_one_line_errors():
+    def analyses(*arguments):
+        root = Path(__file__).resolve().parents[1]
+        command = [sys.executable, "-m", "analyses", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+
+    listed = analyses()
+    assert listed.returncode == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == names()
+    assert all("*Geometry*" in line for line in listed.stdout.splitlines() if line.split()[0] in MEASURED + FIXED)
+    unknown = analyses("nonsense")
+    assert unknown.returncode == 1
+    assert unknown.stderr.count("\n") == 1
+    assert unknown.stderr.startswith("error: no analysis 'nonsense'; there are angles_by_layer")
+
+
+def test_options_that_do_not_apply_and_missing_runs(tmp_path, capsys, monkeypatch):
+    status, _, err = call(capsys, monkeypatch, "models_table", "--tokens", "5")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "--tokens" in err
+    status, _, err = call(capsys, monkeypatch, "sinks", "--run", tmp_path)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "angles.parquet" in err
+    for arguments in (("sinks", "--tokens", "0"), ("masks", "--tokens", "0"), ("masks", "--run", "x", "--tokens", "9")):
+        status, _, err = call(capsys, monkeypatch, *arguments)
+        assert (status, err.count("\n")) == (1, 1)
+        assert "tokens" in err

@@ -1,0 +1,50 @@
+import matplotlib.figure
+import numpy as np
+import pytest
+from zoo import tiny
+
+from analyses import stream_cost
+from normgeo.bench import VARIANTS, bench_stream, peak_memory
+from normgeo.errors import DataError
+from normgeo.tokens import TokenStream
+
+
+@pytest.fixture(scope="module")
+def frame():
+    ids = np.random.default_rng(0).integers(3, 96, (4, 16))
+    return bench_stream(tiny("gpt2"), TokenStream.from_array(ids), batch=2, rounds=2, null=8, null_every=2)
+
+
+def test_a_row_for_every_variant(frame):
+    assert tuple(frame.variant) == VARIANTS
+    about = {"ratio", "q25", "q75", "seconds", "device", "torch", "dtype", "threads", "batch", "context", "d", "sites"}
+    assert about <= set(frame.columns)
+    assert (frame.seconds > 0).all()
+    assert (frame.q25 <= frame.ratio).all()
+    assert (frame.ratio <= frame.q75).all()
+    base = frame.set_index("variant").loc["base"]
+    assert base.ratio == base.q25 == base.q75 == 1
+    assert (base.batch, base.context, base.d, base.sites) == (2, 16, 32, 5)
+
+
+def test_hooks_are_gone_afterwards():
+    model = tiny("gpt2")
+    bench_stream(model, TokenStream.from_array(np.full((2, 4), 5)), batch=2, rounds=1, null=4)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_plot(frame):
+    figure = stream_cost.plot(frame.assign(model="tiny"))
+    assert isinstance(figure, matplotlib.figure.Figure)
+    assert "base model" in figure.axes[0].get_xlabel()
+
+
+def test_peak_memory_is_that_of_the_measurement():
+    peak = peak_memory("embedded-layernorm", "sample", 64, context=32, batch=1, null=4)
+    assert 1 << 26 < peak < 1 << 34
+
+
+def test_an_empty_stream_is_refused():
+    empty = TokenStream(lambda: iter(()), 4, "nothing", "", "")
+    with pytest.raises(DataError, match="no tokens"):
+        bench_stream(tiny("gpt2"), empty)

@@ -1,0 +1,299 @@
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from normgeo.angles import AngleTable
+from normgeo.geometry import NAMES, Directions
+from normgeo.sites import NormSite
+from normgeo.statistics import GROUPS, PHASES, AngleStatistics
+from normgeo.tokens import TokenBatch
+
+EPS = 1e-5
+
+
+def site(d, kind="layernorm", name="norm", **about):
+    return NormSite(name, kind, "attention", 0, "layers", d, EPS, **about)
+
+
+def fed(pre, post=None, *, kind="layernorm", ids=None, start=0, bos=None, k=8, heads=1, every=1, rows=1):
+    """Statistics of one site that has seen these vectors in one batch."""
+    d, n = pre.shape[1], len(pre) // heads
+    statistics = AngleStatistics([site(d, kind, heads=heads)], {d: Directions.seeded(d, k)}, bos=bos, null_every=every)
+    feed(statistics, pre, pre if post is None else post, np.full((rows, n // rows), 5) if ids is None else ids, start)
+    return statistics
+
+
+def feed(statistics, pre, post, ids, start):
+    statistics.begin(TokenBatch(ids, np.zeros_like(ids), start))
+    statistics.take(0, "pre", pre)
+    statistics.take(0, "post", post)
+    statistics.end()
+
+
+def noise(*shape, seed=0, mean=0.0, dtype=torch.float32):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + mean).to(dtype)
+
+
+def value(frame, phase, direction, column):
+    return frame[(frame.phase == phase) & (frame.direction == direction)][column].item()
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("d", "mean"), [(2, 0.5), (7, 0.0), (33, 2.0), (128, 0.0), (128, 5.0), (768, -3.0)])
+def test_angles_norms_and_energy_equal_the_oracle_within_a_thousandth_of_a_degree(d, mean, dtype, kind):
+    pre, post = noise(300, d, mean=mean, dtype=dtype), noise(300, d, seed=1, dtype=dtype)
+    frame = AngleTable.from_statistics(fed(pre, post, kind=kind), "m").frame
+    directions = Directions.seeded(d, 8)
+    states = {"pre": pre, "standardized": oracle.standardized(pre.double().numpy(), kind, EPS), "post": post}
+    tolerance = 1e-3 if d > 2 else 5e-3  # in the plane some vectors lie almost along the uniform vector
+    for phase, x in states.items():
+        x = np.asarray(torch.as_tensor(x).double())
+        for direction, u in zip(NAMES, directions.named.numpy(), strict=True):
+            expected = oracle.row(x, u)
+            for column in ("mean_deg", "std_deg", "min_deg", "max_deg"):
+                assert value(frame, phase, direction, column) == pytest.approx(expected[column], abs=tolerance), column
+            assert value(frame, phase, direction, "energy_share") == pytest.approx(expected["energy_share"], abs=1e-5)
+            assert value(frame, phase, direction, "mean_norm") == pytest.approx(expected["mean_norm"], rel=1e-4)
+            for column in oracle.QUANTILES:
+                assert value(frame, phase, direction, column) == pytest.approx(expected[column], abs=0.02), column
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_vectors_almost_parallel_to_the_uniform_vector_are_right_to_a_hundredth_of_a_degree(sign):
+    x = sign * noise(200, 256, mean=100.0)  # about half a degree
+    frame = AngleTable.from_statistics(fed(x), "m").frame
+    expected = oracle.row(x.double().numpy(), np.ones(256))
+    assert value(frame, "pre", "uniform", "mean_deg") == pytest.approx(expected["mean_deg"], abs=0.01)
+    turned = 90 - expected["mean_deg"] if sign > 0 else expected["mean_deg"] - 90
+    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(turned, abs=0.01)
+    assert value(frame, "standardized", "uniform", "mean_deg") == 90
+
+
+def test_the_null_ensemble_equals_the_oracle():
+    pre = noise(150, 24, mean=0.3)
+    frame = AngleTable.from_statistics(fed(pre, k=30), "m").frame
+    null = Directions.seeded(24, 30).null.numpy()
+    for phase, x in (
+        ("pre", pre.double().numpy()),
+        ("standardized", oracle.standardized(pre.double().numpy(), "layernorm", EPS)),
+    ):
+        for column, expected in oracle.null_row(x, null).items():
+            assert value(frame, phase, "null", column) == pytest.approx(expected, abs=1e-3), column
+
+
+# --- groups, heads, what is left out -----------------------------------------------------------------------------
+
+
+def test_groups_are_disjoint_and_sum_to_all():
+    ids = np.array([[1, 7, 1, 9], [8, 1, 1, 3], [1, 1, 6, 6]])
+    x = noise(12, 16, mean=1.0)
+    statistics = fed(x, ids=ids, bos=1)
+    table = AngleTable.from_statistics(statistics, "m")
+    masks = {"first": np.arange(12) % 4 == 0}
+    masks["bos"] = (ids.ravel() == 1) & ~masks["first"]
+    masks["rest"] = ~masks["first"] & ~masks["bos"]
+    assert [masks[g].sum() for g in GROUPS] == [3, 4, 5]
+    for group, mask in masks.items():
+        expected = oracle.row(x.double().numpy()[mask], np.ones(16))
+        rows = table.sinks[table.sinks.tokens == group]
+        for column in ("mean_deg", "std_deg", "min_deg", "max_deg", "n_tokens", "mean_norm", "energy_share"):
+            assert value(rows, "pre", "uniform", column) == pytest.approx(expected[column], abs=1e-4), (group, column)
+    assert value(table.frame, "pre", "uniform", "n_tokens") == 12
+    assert value(table.frame, "pre", "uniform", "mean_deg") == pytest.approx(
+        oracle.degrees(x.double().numpy(), np.ones(16)).mean(), abs=1e-4
+    )
+
+
+def test_a_stream_without_bos_has_no_such_group():
+    table = AngleTable.from_statistics(fed(noise(12, 16), rows=3), "m")
+    assert set(table.sinks.tokens) == {"first", "rest"}
+
+
+def test_norms_on_heads_count_every_head_and_keep_the_tokens_group():
+    x = noise(6 * 4, 8, mean=0.5)  # six tokens of four heads each
+    table = AngleTable.from_statistics(fed(x, heads=4, rows=2), "m")
+    first = table.sinks[table.sinks.tokens == "first"]
+    assert value(table.frame, "pre", "uniform", "n_tokens") == 24
+    assert value(first, "pre", "uniform", "n_tokens") == 8
+    vectors = x.double().numpy().reshape(2, 3, 4, 8)[:, 0].reshape(-1, 8)
+    expected = oracle.degrees(vectors, np.ones(8)).mean()
+    assert value(first, "pre", "uniform", "mean_deg") == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_zero_and_non_finite_vectors_are_left_out_and_counted(bad, kind):
+    x = noise(40, 16, mean=0.4)
+    keep = np.arange(40) % 7 != 3
+    broken = x.clone()
+    broken[~keep] = bad if bad == 0 else broken[~keep].index_fill(1, torch.tensor([2]), bad)
+    frame = AngleTable.from_statistics(fed(broken, kind=kind, rows=4), "m").frame
+    clean = AngleTable.from_statistics(fed(x[keep], kind=kind), "m").frame
+    assert set(frame.n_excluded) == {(~keep).sum()}
+    assert set(frame.n_tokens) == {keep.sum()}
+    for column in clean.select_dtypes("number").columns.difference(["n_excluded"]):
+        np.testing.assert_allclose(frame[column], clean[column], atol=1e-5, rtol=1e-5, err_msg=column)
+
+
+def test_one_non_finite_element_of_an_otherwise_ordinary_vector_is_enough():
+    x = noise(10, 16)
+    x[4, 9] = torch.inf
+    x[6, 0] = torch.nan
+    assert set(AngleTable.from_statistics(fed(x), "m").frame.n_excluded) == {2}
+
+
+def test_constant_vectors_are_standardized_to_nothing_but_have_an_angle_before():
+    x = noise(20, 16, mean=0.5)
+    x[3:5] = torch.tensor([[2.0], [-0.1]])
+    frame = AngleTable.from_statistics(fed(x), "m").frame
+    excluded = frame[frame.direction == "uniform"].set_index("phase").n_excluded
+    assert excluded.to_dict() == {"pre": 0, "standardized": 2, "post": 0}
+    assert value(frame, "pre", "uniform", "min_deg") == pytest.approx(0, abs=0.03)
+    assert value(frame, "pre", "uniform", "max_deg") == pytest.approx(180, abs=0.03)
+    theta = oracle.degrees(x.double().numpy(), np.ones(16))
+    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(np.abs(90 - theta).mean(), abs=5e-3)
+    frame = AngleTable.from_statistics(fed(x, kind="rmsnorm"), "m").frame
+    assert set(frame.n_excluded) == {0}
+
+
+def test_a_number_of_vectors_that_is_no_multiple_of_the_tokens_is_refused():
+    statistics = AngleStatistics([site(4)], {4: Directions.seeded(4, 2)})
+    statistics.begin(TokenBatch(np.ones((2, 3), int), np.zeros((2, 3), int), 0))
+    with pytest.raises(ValueError, match="saw 7 vectors for 6 tokens"):
+        statistics.take(0, "pre", noise(7, 4))
+
+
+def test_no_null_ensemble_is_an_option():
+    frame = AngleTable.from_statistics(fed(noise(20, 8), k=0), "m").frame
+    assert set(frame.direction) == set(NAMES)
+    assert frame.null_percentile.isna().all()
+
+
+def test_size_does_not_depend_on_the_number_of_tokens():
+    few, many = fed(noise(10, 8)), fed(noise(2000, 8))
+    assert {k: v.shape for k, v in few.state.items()} == {k: v.shape for k, v in many.state.items()}
+
+
+# --- merging -----------------------------------------------------------------------------------------------------
+
+
+def equal(a, b, null_tolerance=None):
+    """State dicts equal bit for bit; the null ensemble's sums within a relative tolerance, if one is given."""
+    assert a.keys() == b.keys()
+    for name in a:
+        if null_tolerance is not None and name.startswith("null_"):
+            torch.testing.assert_close(a[name], b[name], rtol=null_tolerance, atol=64.0)
+        else:
+            assert torch.equal(a[name], b[name]), name
+
+
+def dyadic(n, d, seed):
+    """Vectors of small whole numbers: dot products with the uniform vector are exact in any order of summation."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, (n, d), generator=generator).float()
+
+
+@st.composite
+def splits(draw):
+    """Batches of (start, vectors): cuts of 60 tokens, in a drawn order."""
+    cuts = sorted(draw(st.sets(st.integers(1, 59), max_size=6)))
+    edges = [0, *cuts, 60]
+    return draw(st.permutations(list(zip(edges[:-1], edges[1:], strict=True))))
+
+
+@given(splits(), st.integers(0, 1000), st.sampled_from(["layernorm", "rmsnorm"]), st.sampled_from([1, 3]))
+def test_any_order_and_grouping_of_merges_gives_the_same_bits(parts, seed, kind, every):
+    x = noise(60, 10, seed=seed, mean=0.5)
+
+    def of(a, b):
+        return fed(x[a:b], kind=kind, start=a, every=every)
+
+    one, other = of(*parts[0]), of(*parts[-1])
+    for a, b in parts[1:]:
+        one.merge(of(a, b))
+    for a, b in parts[-2::-1]:
+        other.merge(of(a, b))
+    equal(one.state_dict(), other.state_dict())
+    tree = [of(a, b) for a, b in sorted(parts)]
+    while len(tree) > 1:
+        tree[0].merge(tree.pop())
+    equal(one.state_dict(), tree[0].state_dict())
+
+
+@given(splits(), st.integers(0, 1000), st.sampled_from([1, 3]))
+def test_any_split_into_batches_gives_the_same_bits_where_dot_products_are_exact(parts, seed, every):
+    """With 64 dims û = 1/8, and so û, â and b̂ all hold the same few bits: sums are exact whatever the order."""
+    d = 64
+    x, ids = dyadic(60, d, seed), np.full((1, 60), 5)
+    named = torch.stack([torch.ones(d), (-1.0) ** torch.arange(d), torch.ones(d).index_fill(0, torch.arange(32), -1)])
+    directions = {d: Directions(named.double(), Directions.seeded(d, 6).null)}
+    # rows of one token each, so that every token is the first of its context in every split
+    whole, split = (AngleStatistics([site(d)], directions, null_every=every) for _ in range(2))
+    feed(whole, x, x.neg(), ids.T, 0)
+    for a, b in parts:
+        part = AngleStatistics([site(d)], directions, null_every=every)
+        feed(part, x[a:b], x[a:b].neg(), ids.T[a:b], a)
+        split.merge(part)
+    equal(whole.state_dict(), split.state_dict(), null_tolerance=1e-6)
+
+
+@given(splits(), st.integers(0, 1000), st.sampled_from(["layernorm", "rmsnorm"]))
+def test_any_split_into_batches_gives_the_same_table_to_float32_rounding(parts, seed, kind):
+    x, ids = noise(60, 24, seed=seed, mean=0.5), np.full((60, 1), 5)
+    whole = AngleTable.from_statistics(fed(x, kind=kind, ids=ids), "m").frame
+    split = AngleStatistics([site(24, kind)], {24: Directions.seeded(24, 8)}, null_every=1)
+    for a, b in parts:
+        feed(split, x[a:b], x[a:b], ids[a:b], a)
+    frame = AngleTable.from_statistics(split, "m").frame
+    for column in (
+        "mean_deg",
+        "std_deg",
+        "min_deg",
+        "max_deg",
+        "mean_norm",
+        "energy_share",
+        "n_tokens",
+        "rotation_deg",
+    ):
+        np.testing.assert_allclose(frame[column], whole[column], rtol=1e-6, atol=3e-5, err_msg=column)
+
+
+def test_which_tokens_meet_the_null_ensemble_depends_on_their_index_alone():
+    x = noise(4000, 4)
+    whole = fed(x, every=8)
+    parts = [fed(x[a : a + 500], start=a, every=8) for a in range(0, 4000, 500)]
+    counts = whole.state["null_count"]
+    assert torch.equal(counts, sum(p.state["null_count"] for p in parts))
+    assert counts.unique().numel() == 1
+    assert 400 < counts[0, 0] < 600
+
+
+def test_state_dict_round_trip_continues_where_it_stopped():
+    x = noise(64, 12, mean=0.7)
+    through = fed(x[:32], start=0)
+    saved = {k: v.clone() for k, v in through.state_dict().items()}
+    resumed = AngleStatistics([site(12)], {12: Directions.seeded(12, 8)}, null_every=1)
+    resumed.load_state_dict(saved)
+    equal(resumed.state_dict(), saved)
+    for statistics in (through, resumed):
+        feed(statistics, x[32:], x[32:], np.full((1, 32), 5), 32)
+    equal(resumed.state_dict(), through.state_dict())
+    assert not torch.equal(resumed.state_dict()["count"], saved["count"])
+
+
+def test_state_dict_is_a_copy():
+    statistics = fed(noise(8, 4))
+    saved = statistics.state_dict()
+    before = {k: v.clone() for k, v in saved.items()}
+    feed(statistics, noise(8, 4), noise(8, 4), np.full((1, 8), 5), 8)
+    equal(saved, before)
+
+
+def test_phases_are_in_the_order_of_the_state():
+    assert PHASES == ("pre", "standardized", "post")
+    statistics = fed(noise(8, 4), 100 * noise(8, 4, seed=2))
+    assert statistics.state["norm"][:, 0, 2].sum() > 20 * statistics.state["norm"][:, 0, 0].sum()
