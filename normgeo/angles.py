@@ -99,7 +99,9 @@ class AngleTable:
                 if statistics.k:
                     rows += [key | _null_row(state, i, p)]
                 sinks += [key | row for row in _sink_rows(state, i, p)]
-        return cls(pd.DataFrame(rows), pd.DataFrame(sinks))
+        frame = pd.DataFrame(rows)
+        absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
+        return cls(frame.reindex(columns=[*frame, *absent]), pd.DataFrame(sinks))
 
 
 def _moments(state: dict[str, np.ndarray], groups: Any, i: int, p: int, k: int) -> dict[str, float]:
@@ -151,13 +153,13 @@ def _quantiles(histogram: np.ndarray, least: float, most: float) -> dict[str, fl
 
 def _null_means(state: dict[str, np.ndarray], i: int, p: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean angle and energy share of the uniform vector (first) and of every random direction, on the same tokens."""
-    n = state["null_count"][i, p]
+    n = state["null_count"][i, p] or np.nan  # 0 where so few tokens came that none was chosen
     return 90 - state["null_deviation"][i, p] / UNIT / n, state["null_energy"][i, p] / ENERGY_UNIT / n
 
 
 def _null_row(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
     means, energy = _null_means(state, i, p)
-    n = state["null_count"][i, p]
+    n = state["null_count"][i, p] or np.nan
     variance = state["null_square"][i, p, 1:] / UNIT / n - (state["null_deviation"][i, p, 1:] / UNIT / n) ** 2
     return {
         "direction": "null",
@@ -166,7 +168,7 @@ def _null_row(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
         "min_deg": means[1:].min(),
         "max_deg": means[1:].max(),
         "within_deg": float(np.sqrt(max(0.0, variance.mean()))),
-        "n_tokens": int(n),
+        "n_tokens": int(state["null_count"][i, p]),
         "mean_norm": state["norm"][:, i, p].sum() / UNIT / state["count"][:, i, p].sum(),
         "n_excluded": int(state["excluded"][:, i, p].sum()),
         "energy_share": energy[1:].mean(),
@@ -177,7 +179,7 @@ def _null_row(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
 
 def _against_null(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, float]:
     means, energy = _null_means(state, i, p)
-    if len(means) < 3:
+    if len(means) < 3 or np.isnan(means[0]):
         return {"null_percentile": np.nan, "null_z": np.nan, "energy_percentile": np.nan}
     below = (means[1:] < means[0]).mean() + 0.5 * (means[1:] == means[0]).mean()
     spread = means[1:].std(ddof=1)

@@ -28,7 +28,7 @@ class Certificate:
 
     Attributes:
         passed: the float64 outputs agree within `tolerance`, and at least one norm was replaced.
-        error_abs, error_rel: worst absolute error of any output in float64, and relative to that output's largest value.
+        error_abs, error_rel: worst absolute error of any output in float64, and relative to its largest value.
         tolerance: 1e-10, or 1e-5 for a model that computes in float32 inside, also when it is given float64.
         single_inside: whether it does.
         inputs: shapes of the inputs compared.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +113,8 @@ def convert(
         means = _site_means(exact, layernorms, inputs)
     else:
         means = {site.name: 0.0 for site in layernorms}
-    chosen = [
-        site for site in layernorms if means[site.name] < INVISIBLE and (to == "rmsnorm" or site.role not in SIDE)
-    ]
+    main = layernorms if to == "rmsnorm" else [site for site in layernorms if site.role not in SIDE]
+    chosen = [site for site in main if means[site.name] < INVISIBLE]
     others = [site for site in layernorms if site not in chosen]
     untouched = tuple(site for site in others if site.role in SIDE)
     kept = {site.key: _reason(site, means) for site in others if site.role not in SIDE}
@@ -125,7 +125,7 @@ def convert(
     converted = _in_dtype(model, exact, chosen, recentered)
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
     certificate = certify(
-        float64_copy(model), exact, model, converted, certificate_inputs(model) if not inputs else [inputs, *_more(model)],
+        float64_copy(model), exact, model, converted, [inputs, *_more(model)],
         site_mean=max(means[site.name] for site in chosen), counts=counts,
     )  # fmt: skip
     if to == "naive-rmsnorm":
@@ -147,8 +147,8 @@ def _more(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 def _reason(site: NormSite, means: dict[str, float]) -> str:
     return (
-        f"the mean of its input ({means[site.name]:.1e} of its rms) is seen by another reader than a LayerNorm, so that "
-        "it cannot be removed"
+        f"the mean of its input ({means[site.name]:.1e} of its rms) is seen by another reader than a LayerNorm, so "
+        "that it cannot be removed"
     )
 
 
@@ -195,6 +195,14 @@ def _recenter_sources(
             handle.remove()
 
 
+def _look_at_input(place: Place, look: Any, _: nn.Module, args: tuple[Any, ...]) -> None:
+    look(place, args)
+
+
+def _look_at_output(place: Place, look: Any, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    look(place, output)
+
+
 def _first_source(exact: PreTrainedModel, places: set[Place], inputs: dict[str, Tensor]) -> Place | None:
     """The first of these places, in the order of the pass, where there is a mean."""
     found: list[Place] = []
@@ -209,9 +217,9 @@ def _first_source(exact: PreTrainedModel, places: set[Place], inputs: dict[str, 
         for place in places:
             module = exact.get_submodule(place[0])
             if place[1] == "input":
-                handles.append(module.register_forward_pre_hook(lambda _, args, p=place: look(p, args)))
+                handles.append(module.register_forward_pre_hook(partial(_look_at_input, place, look)))
             else:
-                handles.append(module.register_forward_hook(lambda _, args, out, p=place: look(p, out)))
+                handles.append(module.register_forward_hook(partial(_look_at_output, place, look)))
         outputs_of(exact, inputs)
     finally:
         for handle in handles:

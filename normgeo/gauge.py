@@ -76,7 +76,7 @@ def untie(model: nn.Module) -> list[str]:
             seen.add(id(parameter))
     if copied and hasattr(model, "config"):
         for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():  # pyright: ignore
-            config.tie_word_embeddings = False
+            config.tie_word_embeddings = False  # pyright: ignore
     return copied
 
 

@@ -14,10 +14,8 @@ import hashlib
 import json
 import os
 import platform
-import resource
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -33,14 +30,15 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.angles import AngleTable, new_statistics, select_sites
+from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
-from normgeo.models import EMBEDDED, base_model, load_model, load_tokenizer, max_context, weights_digest
+from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, weights_digest
 from normgeo.progress import progress_bar
 from normgeo.scalars import ScalarWriter, bytes_needed
 from normgeo.sites import NormSite, find_sites
 from normgeo.statistics import AngleStatistics
-from normgeo.stream import check_context, forward, stream
-from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+from normgeo.stream import check_context, stream
+from normgeo.tokens import TokenStream, load_tokens
 
 __all__ = ["RunConfig", "default_out", "resume_run", "start_run"]
 
@@ -330,7 +328,7 @@ def _measure(
     if job.keep:
         writer = ScalarWriter(out / "scalars.zarr" / _safe(job.label), job.sites, job.n_tokens, job.block)
         if not done:
-            _check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
+            check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
             writer.create(statistics.directions)
     announce(_plan(config, job))
     batches = job.tokens.batches(job.n_tokens, config.batch, done)
@@ -365,39 +363,11 @@ def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
     return int(about["tokens_done"]), about["tokens_sha256"]
 
 
-def _check_space(out: Path, needed: int) -> None:
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        raise RunError(
-            f"the scalars need {needed / 1e9:.1f} GB and {out} has {free / 1e9:.1f} GB free; give --keep none, fewer "
-            "--tokens or another --out"
-        )
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes the run has needed at most so far; it does not grow with the number of tokens."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-@torch.inference_mode()
 def _plan(config: RunConfig, job: _Job) -> str:
-    """One line: what will be measured, and its cost in time (from one timed batch), memory and disk."""
-    ids = np.full((config.batch, job.tokens.context), 1)
-    probe, base = TokenBatch(ids, np.zeros_like(ids), 0), base_model(job.model)
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        forward(base, probe, int(ids.max()) + 1)
-        seconds.append(time.perf_counter() - began)
-    total = 1.1 * seconds[-1] * job.n_tokens / probe.n_tokens
+    """One line: what will be measured, and its cost."""
     disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
-    took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
     return (
         f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens of {job.tokens.source} in "
         f"contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
-        f"{job.about['device']}; about {took}, {_memory(job.model.device) / 1e9:.1f} GB of memory, "
-        f"{disk / 1e9:.2f} GB of disk"
+        f"{job.about['device']}; {cost(job.model, job.n_tokens, job.tokens.context, config.batch, disk)}"
     )

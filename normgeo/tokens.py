@@ -144,7 +144,7 @@ def read_documents(path: Path) -> Iterator[str]:
     if path.suffix == ".txt":
         yield path.read_text(encoding="utf-8", errors="replace")
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _text_of(line, f"{path}, line {number}")
@@ -175,6 +175,9 @@ def _parquet_texts(path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             if "text" not in file.schema_arrow.names:
                 raise DataError(f'{path} has no column "text"; its columns are {file.schema_arrow.names}')
+            kind = file.schema_arrow.field("text").type
+            if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+                raise DataError(f'the column "text" of {path} should hold strings, and holds {kind}')
             for batch in file.iter_batches(batch_size=256, columns=["text"]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
     except pa.ArrowInvalid as error:

@@ -73,9 +73,10 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
         f"- Energy: {act} {100 * s['energy']:.3f}% of the squared norm at the median site, at most "
-        f"{100 * s['top_energy']:.3f}% ({s['top_site']}). A random direction holds {100 * s['null_energy']:.3f}%.",
+        f"{100 * s['top_energy']:.3f}% ({s['top_site']}).",
     ]
     if s["tested"]:
+        lines[-1] += f" A random direction holds {100 * s['null_energy']:.3f}%."
         lines += [
             f"- Null ensemble: the uniform vector's mean angle lies outside the central 95% of random directions at "
             f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f}); median |z| "

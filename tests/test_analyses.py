@@ -16,7 +16,7 @@ from normgeo.angles import AngleTable
 from normgeo.errors import DataError, RunError
 from normgeo.runs import RunConfig, start_run
 
-N_TOKENS = 2000
+N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
 FIXED = ["models_table", "twins_loss"]
 
@@ -152,20 +152,21 @@ def test_twins_saw_the_same_steps():
     assert abs(losses["layernorm"] - losses["rmsnorm"]) < 0.1
 
 
-def test_list_and_one_line_errors():
-    def analyses(*arguments):
-        root = Path(__file__).resolve().parents[1]
-        command = [sys.executable, "-m", "analyses", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+def test_list(capsys, monkeypatch):
+    status, out, _ = call(capsys, monkeypatch)
+    assert status == 0
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert list(lines) == names()
+    assert all("*Geometry*" in lines[name] for name in MEASURED + FIXED)
 
-    listed = analyses()
-    assert listed.returncode == 0
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == names()
-    assert all("*Geometry*" in line for line in listed.stdout.splitlines() if line.split()[0] in MEASURED + FIXED)
-    unknown = analyses("nonsense")
-    assert unknown.returncode == 1
-    assert unknown.stderr.count("\n") == 1
-    assert unknown.stderr.startswith("error: no analysis 'nonsense'; there are angles_by_layer")
+
+def test_unknown_name_is_one_line_and_status_1():
+    command, root = [sys.executable, "-m", "analyses", "nonsense"], Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: no analysis 'nonsense'; there are angles_by_layer")
 
 
 def test_options_that_do_not_apply_and_missing_runs(tmp_path, capsys, monkeypatch):

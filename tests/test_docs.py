@@ -33,7 +33,7 @@ def test_every_public_name_is_there_and_documented():
     for name in normgeo.__all__:
         assert getattr(normgeo, name).__doc__, name
     with pytest.raises(AttributeError):
-        normgeo.nothing
+        _ = normgeo.nothing
 
 
 def test_readme_shows_the_tree():

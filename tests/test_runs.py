@@ -164,7 +164,7 @@ def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(RunError, match="the scalars need"):
         start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
 

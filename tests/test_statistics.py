@@ -2,7 +2,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normgeo.angles import AngleTable
@@ -43,19 +43,18 @@ def value(frame, phase, direction, column):
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("d", "mean"), [(2, 0.5), (7, 0.0), (33, 2.0), (128, 0.0), (128, 5.0), (768, -3.0)])
+@pytest.mark.parametrize(("d", "mean"), [(7, 0.0), (33, 2.0), (128, 5.0), (768, -3.0)])
 def test_angles_norms_and_energy_equal_the_oracle_within_a_thousandth_of_a_degree(d, mean, dtype, kind):
     pre, post = noise(300, d, mean=mean, dtype=dtype), noise(300, d, seed=1, dtype=dtype)
     frame = AngleTable.from_statistics(fed(pre, post, kind=kind), "m").frame
     directions = Directions.seeded(d, 8)
     states = {"pre": pre, "standardized": oracle.standardized(pre.double().numpy(), kind, EPS), "post": post}
-    tolerance = 1e-3 if d > 2 else 5e-3  # in the plane some vectors lie almost along the uniform vector
     for phase, x in states.items():
         x = np.asarray(torch.as_tensor(x).double())
         for direction, u in zip(NAMES, directions.named.numpy(), strict=True):
             expected = oracle.row(x, u)
             for column in ("mean_deg", "std_deg", "min_deg", "max_deg"):
-                assert value(frame, phase, direction, column) == pytest.approx(expected[column], abs=tolerance), column
+                assert value(frame, phase, direction, column) == pytest.approx(expected[column], abs=1e-3), column
             assert value(frame, phase, direction, "energy_share") == pytest.approx(expected["energy_share"], abs=1e-5)
             assert value(frame, phase, direction, "mean_norm") == pytest.approx(expected["mean_norm"], rel=1e-4)
             for column in oracle.QUANTILES:
@@ -173,6 +172,17 @@ def test_no_null_ensemble_is_an_option():
     assert frame.null_percentile.isna().all()
 
 
+@pytest.mark.parametrize("k", [5, 256])
+def test_tokens_too_few_for_the_null_ensemble_give_nan_and_not_an_extreme_percentile(k):
+    x = noise(3, 8)
+    statistics = fed(x, start=1, every=1 << 20, k=k)
+    assert statistics.state["null_count"].sum() == 0
+    frame = AngleTable.from_statistics(statistics, "m").frame
+    assert frame[["null_percentile", "null_z", "energy_percentile"]].isna().all(axis=None)
+    assert frame[frame.direction == "null"].mean_deg.isna().all()
+    assert set(frame[frame.direction == "null"].n_tokens) == {0}
+
+
 def test_size_does_not_depend_on_the_number_of_tokens():
     few, many = fed(noise(10, 8)), fed(noise(2000, 8))
     assert {k: v.shape for k, v in few.state.items()} == {k: v.shape for k, v in many.state.items()}
@@ -200,11 +210,12 @@ def dyadic(n, d, seed):
 @st.composite
 def splits(draw):
     """Batches of (start, vectors): cuts of 60 tokens, in a drawn order."""
-    cuts = sorted(draw(st.sets(st.integers(1, 59), max_size=6)))
+    cuts = sorted(draw(st.sets(st.integers(1, 59), max_size=5)))
     edges = [0, *cuts, 60]
     return draw(st.permutations(list(zip(edges[:-1], edges[1:], strict=True))))
 
 
+@settings(max_examples=8)
 @given(splits(), st.integers(0, 1000), st.sampled_from(["layernorm", "rmsnorm"]), st.sampled_from([1, 3]))
 def test_any_order_and_grouping_of_merges_gives_the_same_bits(parts, seed, kind, every):
     x = noise(60, 10, seed=seed, mean=0.5)
@@ -224,6 +235,7 @@ def test_any_order_and_grouping_of_merges_gives_the_same_bits(parts, seed, kind,
     equal(one.state_dict(), tree[0].state_dict())
 
 
+@settings(max_examples=8)
 @given(splits(), st.integers(0, 1000), st.sampled_from([1, 3]))
 def test_any_split_into_batches_gives_the_same_bits_where_dot_products_are_exact(parts, seed, every):
     """With 64 dims û = 1/8, and so û, â and b̂ all hold the same few bits: sums are exact whatever the order."""
@@ -241,6 +253,7 @@ def test_any_split_into_batches_gives_the_same_bits_where_dot_products_are_exact
     equal(whole.state_dict(), split.state_dict(), null_tolerance=1e-6)
 
 
+@settings(max_examples=8)
 @given(splits(), st.integers(0, 1000), st.sampled_from(["layernorm", "rmsnorm"]))
 def test_any_split_into_batches_gives_the_same_table_to_float32_rounding(parts, seed, kind):
     x, ids = noise(60, 24, seed=seed, mean=0.5), np.full((60, 1), 5)

@@ -1,0 +1,88 @@
+import matplotlib.figure
+import pytest
+
+from normgeo import figures
+from normgeo.angles import AngleTable, measure_angles
+from normgeo.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tables(tiny, ids):
+    one = {
+        name: measure_angles(tiny(name), ids, name=name, null=16, progress=False)
+        for name in ("gpt2", "llama", "t5", "bert", "gptj", "gemma2")
+    }
+    return one | {"pair": AngleTable.concatenated([one["gpt2"], one["llama"]]),
+                  "triple": AngleTable.concatenated([one["gpt2"], one["llama"], one["t5"]])}  # fmt: skip
+
+
+def drawn(figure):
+    """How many axes of a figure show something."""
+    assert isinstance(figure, matplotlib.figure.Figure)
+    return sum(bool(axes.lines or axes.collections or axes.containers) for axes in figure.axes)
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "gptj", "gemma2"])
+def test_every_kind_draws_for_one_model(tables, kind, name):
+    figure = tables[name].plot(kind)
+    if kind == "angles":
+        panels = tables[name].frame[["stack", "role"]].drop_duplicates()
+        assert drawn(figure) == len(figure.axes) == 2 * len(panels)
+        assert name in figure.get_suptitle()
+    else:
+        assert drawn(figure) == len(figure.axes) == 1
+
+
+@pytest.mark.parametrize("kind", ["energy", "norms", "rotation"])
+def test_models_share_a_figure_with_a_panel_each(tables, kind):
+    for name, titles in (("pair", ["gpt2", "llama"]), ("triple", ["gpt2", "llama", "t5"])):
+        figure = tables[name].plot(kind)
+        assert [axes.get_title() for axes in figure.axes] == titles
+        assert drawn(figure) == len(titles)
+
+
+def test_angles_are_of_one_model(tables):
+    with pytest.raises(DataError, match="name one of the models"):
+        tables["pair"].plot("angles")
+    assert "llama" in tables["pair"].plot("angles", "llama").get_suptitle()
+
+
+def test_points_and_bars_are_the_tables_means_and_deviations(tables):
+    frame = tables["gpt2"].frame
+    figure = tables["gpt2"].plot("angles")
+    axes = figure.axes[0]  # pre-attention, before the norm
+    bars = {c.get_label(): c for c in axes.containers}
+    rows = frame.query("role == 'attention' and phase == 'pre' and direction == 'uniform'").sort_values("layer")
+    points, _, (segments,) = bars["uniform vector"].lines
+    assert points.get_ydata().tolist() == pytest.approx(rows.mean_deg.tolist())
+    heights = [(s[1, 1] - s[0, 1]) / 2 for s in segments.get_segments()]
+    assert heights == pytest.approx(rows.std_deg.tolist())
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_figures_are_saved_as_png_and_svg_the_same_every_time(tables, kind, tmp_path):
+    for _ in range(2):
+        figures.save(tables["gpt2"].plot(kind), tmp_path / kind)
+        png, svg = ((tmp_path / f"{kind}.{suffix}").read_bytes() for suffix in ("png", "svg"))
+        assert png.startswith(b"\x89PNG")
+        assert b"<svg" in svg
+        if _:
+            assert (png, svg) == before
+        before = png, svg
+
+
+def test_two_stacks_are_told_apart_in_titles(tables):
+    titles = [axes.get_title() for axes in tables["t5"].plot("angles").axes]
+    assert len([t for t in titles if t]) == len({t for t in titles if t}) == 7
+
+
+def test_an_unknown_kind_names_the_known_ones(tables):
+    with pytest.raises(DataError, match="no figure 'pie'; there are angles, energy, norms, rotation"):
+        tables["gpt2"].plot("pie")
+
+
+def test_a_table_without_a_null_ensemble_draws(tiny, ids):
+    table = measure_angles(tiny("gpt2"), ids, null=0, progress=False)
+    for kind in figures.KINDS:
+        assert drawn(table.plot(kind))

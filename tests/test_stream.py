@@ -1,0 +1,198 @@
+import numpy as np
+import pytest
+import torch
+import zoo
+
+from normgeo.angles import measure_angles
+from normgeo.errors import DataError, ModelError
+from normgeo.sites import find_sites
+from normgeo.stream import check_context, hooked, stream
+from normgeo.tokens import TokenStream
+
+
+class Recorder:
+    """A sink that copies everything."""
+
+    def __init__(self):
+        self.batches, self.seen, self.ends = [], [], 0
+
+    def begin(self, batch):
+        self.batches.append(batch)
+
+    def take(self, site, phase, hidden):
+        self.seen.append((site, phase, hidden.clone()))
+
+    def end(self):
+        self.ends += 1
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def batches(ids, rows=4, limit=None):
+    return TokenStream.from_array(ids).batches(limit, rows)
+
+
+def run(model, ids, sites=None, rows=4):
+    recorder = Recorder()
+    for _ in stream(model, find_sites(model) if sites is None else sites, batches(ids, rows), [recorder]):
+        pass
+    return recorder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "albert", "t5", "falcon"])
+def test_every_site_hands_over_input_and_output_once_a_batch_one_vector_a_token(tiny, name, ids):
+    model = tiny(name)
+    sites = find_sites(model)
+    recorder = run(model, ids)
+    assert recorder.ends == len(recorder.batches) == 2
+    assert [b.start for b in recorder.batches] == [0, 4 * 37]
+    assert len(recorder.seen) == 2 * 2 * len(sites)
+    assert sorted((i, p) for i, p, _ in recorder.seen) == sorted(
+        2 * [(i, p) for i in range(len(sites)) for p in ("pre", "post")]
+    )
+    assert {tuple(h.shape) for _, _, h in recorder.seen} == {(4 * 37, 32), (3 * 37, 32)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "t5"])
+def test_outputs_are_the_module_applied_to_the_inputs(tiny, name, ids):
+    model = tiny(name)
+    modules, sites = dict(model.named_modules()), find_sites(model)
+    seen = run(model, ids, sites, rows=7).seen
+    for i, site in enumerate(sites):
+        pre, post = (next(h for k, p, h in seen if (k, p) == (i, phase)) for phase in ("pre", "post"))
+        with torch.no_grad():
+            torch.testing.assert_close(modules[site.name](pre), post, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_in_the_order_of_the_tokens_also_where_the_model_flattens(tiny, ids):
+    for name in ("gpt2", "opt"):
+        model = tiny(name)
+        first = next(h for i, p, h in run(model, ids, rows=7).seen if (i, p) == (0, "pre"))
+        alone = next(h for i, p, h in run(model, ids[3:4], rows=1).seen if (i, p) == (0, "pre"))
+        torch.testing.assert_close(first[3 * 37 : 4 * 37], alone)
+
+
+def test_overwriting_hidden_states_in_place_after_the_norm_changes_nothing(ids):
+    """Statistics are taken while the hook runs: a model may add the residual in place afterwards."""
+
+    def overwrite(module, args, output):
+        args[0].zero_()
+
+    model = zoo.tiny("gpt2")
+    sites = find_sites(model)
+    expected = measure_angles(model, ids, sites=sites, progress=False).frame
+    model.transformer.ln_f.register_forward_hook(overwrite)
+    found = measure_angles(model, ids, sites=sites, progress=False).frame
+    np.testing.assert_array_equal(found.mean_deg, expected.mean_deg)
+    np.testing.assert_array_equal(found.mean_norm, expected.mean_norm)
+
+
+# --- what stays behind ---------------------------------------------------------------------------------------------
+
+
+def test_no_hook_stays_after_the_stream_ends_breaks_off_or_fails(tiny, ids):
+    model = tiny("llama")
+    sites = find_sites(model)
+    run(model, ids, sites)
+    assert hooks(model) == 0
+    for _ in stream(model, sites, batches(ids), [Recorder()]):
+        assert hooks(model) > 0
+        break
+    assert hooks(model) == 0
+
+    class Failing(Recorder):
+        def take(self, site, phase, hidden):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        next(stream(model, sites, batches(ids), [Failing()]))
+    assert hooks(model) == 0
+    with pytest.raises(KeyError), hooked(model, sites, []):
+        raise KeyError
+    assert hooks(model) == 0
+
+
+def test_neither_inference_mode_nor_evaluation_mode_reaches_the_callers_code(ids):
+    model = zoo.tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    model.lm_head.eval()
+    modes = [m.training for m in model.modules()]
+    iterator = stream(model, find_sites(model), batches(ids), [Recorder()])
+    next(iterator)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+    iterator.close()
+    assert [m.training for m in model.modules()] == modes
+
+
+def test_dropout_of_a_model_in_training_mode_is_off(ids):
+    model = zoo.tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = measure_angles(model, ids, progress=False).frame
+    found = measure_angles(model.train(), ids, progress=False).frame
+    np.testing.assert_array_equal(found.mean_deg, expected.mean_deg)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tiny):
+    for name in ("gpt2", "t5"):
+        with pytest.raises(DataError, match="token id 96 is beyond the model's vocabulary of 96"):
+            run(tiny(name), [[5, 96]])
+        run(tiny(name), [[5, 95]])
+
+
+def test_contexts_longer_than_the_model_has_positions_for_are_refused(tiny):
+    with pytest.raises(DataError, match="contexts of 65 tokens are longer than the model's 64; give --context 64"):
+        check_context(tiny("gpt2"), 65)
+    check_context(tiny("gpt2"), 64)
+    with pytest.raises(DataError, match="give --context 64"):
+        measure_angles(tiny("llama"), np.full((1, 65), 5), progress=False)
+
+
+def test_a_model_that_takes_no_token_ids_is_refused(tiny):
+    for name in ("vit", "whisper"):
+        with pytest.raises(ModelError, match="not token ids"):
+            measure_angles(tiny(name), [[5, 6]], progress=False)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory."), RuntimeError("can't allocate memory: 9 bytes")]
+)
+def test_out_of_memory_says_which_batch_would_fit(monkeypatch, ids, error):
+    model = zoo.tiny("gpt2")
+
+    def full(*_args, **_kwargs):
+        raise error
+
+    sites = find_sites(model)
+    monkeypatch.setattr(model.transformer.h[1].mlp, "forward", full)
+    with pytest.raises(ModelError, match=r"out of memory on cpu with 4 contexts of 37 tokens.*--batch \(try 2\)"):
+        run(model, ids, sites)
+    assert hooks(model) == 0
+
+
+def test_other_runtime_errors_are_not_called_out_of_memory(monkeypatch, ids):
+    model = zoo.tiny("gpt2")
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    sites = find_sites(model)
+    monkeypatch.setattr(model.transformer.h[1].mlp, "forward", broken)
+    with pytest.raises(RuntimeError, match="mat1"):
+        run(model, ids, sites)
+
+
+# --- batch size ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "t5"])
+def test_the_table_does_not_depend_on_the_batch_size(tiny, name, ids):
+    one, many = (
+        measure_angles(tiny(name), ids, batch=batch, null=16, null_every=3, progress=False).frame for batch in (1, 5)
+    )
+    for column in ("mean_deg", "std_deg", "min_deg", "max_deg"):
+        np.testing.assert_allclose(one[column], many[column], rtol=0, atol=1e-4, err_msg=column)
+    assert (one.n_tokens == many.n_tokens).all()

@@ -1,0 +1,276 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from normgeo.errors import DataError
+from normgeo.tokens import TokenStream, load_tokens, read_documents
+
+TEXTS = [
+    "The first document is about rivers.",
+    "A second one.",
+    "And the third, which is the longest of the three here.",
+]
+
+
+def everything(stream, limit=None, rows=3, start=0):
+    batches = list(stream.batches(limit, rows, start))
+    return (np.concatenate([b.ids.ravel() for b in batches]) if batches else np.empty(0, int)), batches
+
+
+# --- arrays and batches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 7, 8, 24, 25, 31, 80])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_exactly_as_many_tokens_come_as_are_asked_for(limit, rows):
+    ids = np.arange(80).reshape(4, 20)
+    stream = TokenStream.from_array(ids, context=8)
+    found, batches = everything(stream, limit, rows)
+    assert found.tolist() == list(range(limit))
+    assert [b.start for b in batches] == np.cumsum([0, *(b.n_tokens for b in batches[:-1])]).tolist()
+    assert all(b.ids.shape[0] <= rows and b.ids.shape[1] <= 8 for b in batches)
+    assert all(b.ids.shape == b.document.shape == b.position.shape for b in batches)
+
+
+def test_all_tokens_come_without_a_limit_and_none_is_padding():
+    stream = TokenStream.from_array(np.arange(1, 61).reshape(3, 20), context=8)
+    found, batches = everything(stream)
+    assert found.tolist() == list(range(1, 61))
+    assert {b.ids.shape[1] for b in batches} == {8, 4}
+    assert stream.n_tokens == 60
+    documents = np.concatenate([b.document.ravel() for b in batches])
+    assert documents.tolist() == [i for i in range(3) for _ in range(20)]
+    assert batches[0].position[0].tolist() == list(range(8))
+
+
+def test_too_few_tokens_say_how_many_there_are():
+    stream = TokenStream.from_array(np.arange(40).reshape(2, 20))
+    with pytest.raises(DataError, match="ends after 40 tokens, 41 were asked for"):
+        everything(stream, 41)
+
+
+def test_resuming_gives_the_remaining_batches_as_they_were():
+    stream = TokenStream.from_array(np.arange(200).reshape(2, 100), context=10)
+    _, whole = everything(stream, 175, rows=4)
+    for k, batch in enumerate(whole):
+        _, rest = everything(stream, 175, rows=4, start=batch.start)
+        assert [(b.start, b.ids.tolist()) for b in rest] == [(b.start, b.ids.tolist()) for b in whole[k:]]
+    assert everything(stream, 175, start=180)[1] == []
+
+
+def test_a_stream_can_be_read_again_and_its_digest_names_its_content():
+    a, b = TokenStream.from_array([[1, 2, 3, 4]]), TokenStream.from_array([[1, 2], [3, 4]])
+    assert everything(a)[0].tolist() == everything(a)[0].tolist() == [1, 2, 3, 4]
+    assert a.digest == TokenStream.from_array(np.array([[1, 2, 3, 4]], np.int16)).digest
+    assert a.digest != b.digest
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [[]], [[1.0, 2.0]], [[1, -1]], [["a"]], [[[1, 2]]], [True, False], np.array([None])]
+)
+def test_arrays_that_are_no_ids_are_refused(bad):
+    with pytest.raises(DataError, match="integers >= 0"):
+        TokenStream.from_array(bad)
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder, suffix, texts=TEXTS):
+    path = folder / f"data{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n\n".join(json.dumps({"text": t, "title": "x"}) for t in texts) + "\n")
+    elif suffix == ".parquet":
+        pq.write_table(pa.table({"title": ["x"] * len(texts), "text": texts}), path)
+    else:
+        path.write_text(texts[0])
+    return path
+
+
+def packed(tokenizer, texts):
+    return [i for t in texts for i in [*tokenizer(t)["input_ids"], tokenizer.eos_token_id]]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt"])
+def test_text_is_packed_with_a_separator_after_each_document(tmp_path, tokenizer, suffix):
+    texts = TEXTS[:1] if suffix == ".txt" else TEXTS
+    path = write(tmp_path, suffix)
+    assert list(read_documents(path)) == texts
+    stream = load_tokens(str(path), tokenizer, 8)
+    expected = packed(tokenizer, texts)
+    found, batches = everything(stream)
+    assert found.tolist() == expected
+    assert all(b.ids.shape[1] == 8 for b in batches[:-1])
+    documents = np.concatenate([b.document.ravel() for b in batches])
+    assert [(documents == i).sum() for i in range(len(texts))] == [len(tokenizer(t)["input_ids"]) + 1 for t in texts]
+    assert f"token {tokenizer.eos_token_id} after each" in stream.packing
+    assert (stream.context, stream.source) == (8, str(path))
+
+
+def test_a_tokenizer_that_adds_special_tokens_separates_documents_itself(tmp_path):
+    class Bracketing:
+        eos_token_id, sep_token_id = None, 2
+
+        def __call__(self, text, add_special_tokens=True, **_):
+            if isinstance(text, list):
+                return {"input_ids": [self(t)["input_ids"] for t in text]}
+            ids = [10 + len(word) for word in text.split()]
+            return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    stream = load_tokens(write(tmp_path, ".jsonl", ["a bb", "ccc"]), Bracketing(), 100)
+    assert everything(stream)[0].tolist() == [1, 11, 12, 2, 1, 13, 2]
+    assert "special tokens" in stream.packing
+
+
+def test_documents_can_be_left_out_by_their_text(tmp_path, tokenizer):
+    stream = load_tokens(write(tmp_path, ".jsonl"), tokenizer, 8, exclude={TEXTS[1]})
+    assert everything(stream)[0].tolist() == packed(tokenizer, [TEXTS[0], TEXTS[2]])
+
+
+def test_blank_documents_are_skipped(tmp_path, tokenizer):
+    stream = load_tokens(write(tmp_path, ".jsonl", [TEXTS[0], "  \n", TEXTS[1]]), tokenizer, 8)
+    assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS[:2])
+
+
+def test_text_resumes_where_it_stopped(tmp_path, tokenizer):
+    stream = load_tokens(write(tmp_path, ".jsonl", TEXTS * 9), tokenizer, 8)
+    _, whole = everything(stream, 150, rows=4)
+    _, rest = everything(stream, 150, rows=4, start=whole[2].start)
+    assert [b.ids.tolist() for b in rest] == [b.ids.tolist() for b in whole[2:]]
+    assert sum(b.n_tokens for b in whole) == 150
+
+
+def test_the_embedded_sample_is_real_text(tokenizer):
+    stream = load_tokens("sample", tokenizer, 64)
+    found, _ = everything(stream, 1000)
+    assert len(found) == 1000
+    assert len(set(found.tolist())) > 100
+    assert stream.source == "sample"
+    assert len(stream.digest) == 64
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
+def test_ids_come_from_npy_without_a_tokenizer(tmp_path, dtype):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(40, dtype=dtype).reshape(2, 20))
+    stream = load_tokens(path, context=15)
+    found, batches = everything(stream)
+    assert found.tolist() == list(range(40))
+    assert found.dtype == np.int64
+    assert stream.source == str(path)
+    assert batches[0].ids.shape == (1, 15)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def refused(path, tokenizer, match):
+    with pytest.raises(DataError, match=match):
+        everything(load_tokens(path, tokenizer, 8))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".npy"])
+def test_a_missing_file_is_named(tmp_path, tokenizer, suffix):
+    refused(tmp_path / f"nowhere{suffix}", tokenizer, f"nowhere{suffix}")
+
+
+@pytest.mark.parametrize(
+    "line", ["{not json", "17", "null", '["text"]', '{"title": "x"}', '{"text": 5}', '{"text": null}']
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path, tokenizer, line):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"text": TEXTS[0]}) + "\n" + line + "\n")
+    refused(path, tokenizer, r'data\.jsonl, line 2: .*"text"')
+
+
+def test_text_that_is_not_utf8_is_read_or_refused_but_does_not_crash(tmp_path, tokenizer):
+    for suffix, content in ((".jsonl", b'{"text": "caf\xe9 au lait"}\n'), (".txt", b"caf\xe9 au lait")):
+        path = tmp_path / f"latin{suffix}"
+        path.write_bytes(content)
+        found, _ = everything(load_tokens(path, tokenizer, 8))
+        assert "au lait" in tokenizer.decode(found)
+
+
+def test_parquet_without_text_or_of_another_type_or_format_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"body": TEXTS}), path)
+    refused(path, tokenizer, r"no column \"text\".*body")
+    pq.write_table(pa.table({"text": [1, 2, 3]}), path)
+    refused(path, tokenizer, "text")
+    path.write_bytes(b"certainly not parquet")
+    refused(path, tokenizer, "not a readable parquet file")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+@pytest.mark.parametrize("content", ["", " \n \n"])
+def test_a_file_without_text_is_refused(tmp_path, tokenizer, suffix, content):
+    path = tmp_path / f"data{suffix}"
+    path.write_text(content)
+    refused(path, tokenizer, "no text in it")
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data", "data.json"])
+def test_an_unknown_suffix_names_the_known_ones(tmp_path, tokenizer, name):
+    (tmp_path / name).write_text("x")
+    refused(tmp_path / name, tokenizer, r"known are \.jsonl, \.parquet and \.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (np.ones((2, 3)), "float64"),
+        (np.array([[1, -2]]), "integers >= 0"),
+        (np.array([{"a": 1}], dtype=object), "cannot read token ids"),
+        (np.zeros((2, 2, 2), int), r"shape \(2, 2, 2\)"),
+        (np.zeros((0,), int), "non-empty"),
+    ],
+)
+def test_npy_files_that_hold_no_ids_are_refused(tmp_path, content, match):
+    np.save(tmp_path / "ids.npy", content, allow_pickle=True)
+    refused(tmp_path / "ids.npy", None, match)
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x93NUMPY\x01\x00"])
+def test_damaged_npy_files_are_refused(tmp_path, content):
+    (tmp_path / "ids.npy").write_bytes(content)
+    refused(tmp_path / "ids.npy", None, r"cannot read token ids from .*ids\.npy")
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path):
+    refused(write(tmp_path, ".txt"), None, "no tokenizer")
+    refused("wikipedia", None, "no tokenizer")
+
+
+# --- wikipedia -----------------------------------------------------------------------------------------------------
+
+
+def test_wikipedia_is_streamed_through_datasets(monkeypatch, tokenizer):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return ({"id": i, "text": t} for i, t in enumerate(TEXTS))
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    stream = load_tokens("wikipedia", tokenizer, 8)
+    assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS)
+    assert set(map(repr, asked)) == {"(('wikimedia/wikipedia', '20231101.en'), {'split': 'train', 'streaming': True})"}
+    assert "wikimedia/wikipedia" in stream.source
+
+
+@pytest.mark.parametrize("while_reading", [False, True])
+def test_wikipedia_without_a_network_says_what_to_do(monkeypatch, tokenizer, while_reading):
+    def rows():
+        yield {"text": TEXTS[0]}
+        raise ConnectionError("no route to host")
+
+    def load_dataset(*_args, **_kwargs):
+        if while_reading:
+            return rows()
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    refused("wikipedia", tokenizer, "ConnectionError: no route to host.*--data sample")
