@@ -71,7 +71,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
             if row == 0:
                 axes.set_title(_title(stack, role, several))
             if column == 0:
-                axes.set_ylabel(f"{PHASE_LABELS[phase]} (degrees)")
+                axes.set_ylabel(f"{phase}-norm (degrees)")
             if row == 1:
                 axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
             if here.layer.nunique() == 1:
@@ -156,7 +156,7 @@ def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.F
         null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
         if len(null):
             axes.plot(null.layer, null.energy_share, color="0.5", linewidth=1, label="random directions: mean")
-            axes.plot(null.layer, null.energy_q95, color="0.5", linewidth=1, linestyle=":", label="95th percentile")
+            axes.plot(null.layer, null.energy_q95, color="0.5", linewidth=1, linestyle=":", label="random directions: 95th percentile")
         _role_lines(axes, part[part.direction == "uniform"], "energy_share")
     _legend(figure, panels)
     return figure

@@ -40,7 +40,7 @@ from normgeo.statistics import AngleStatistics
 from normgeo.stream import check_context, stream
 from normgeo.tokens import TokenStream, load_tokens
 
-__all__ = ["RunConfig", "default_out", "resume_run", "start_run"]
+__all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -206,7 +206,7 @@ def _execute(
 def _draw(table: AngleTable, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for model in table.frame.model.unique():
-        figures.save(table.plot("angles", model), folder / f"angles-{_safe(model)}")
+        figures.save(table.plot("angles", model), folder / f"angles-{safe_name(model)}")
     for kind in ("energy", "norms", "rotation"):
         figures.save(table.plot(kind), folder / kind)
 
@@ -236,7 +236,8 @@ def _check_same(then: dict[str, Any], now: dict[str, Any], out: Path) -> None:
             )
 
 
-def _safe(name: str) -> str:
+def safe_name(name: str) -> str:
+    """A model's name as the name of a file: what `state` and `scalars.zarr` call it."""
     return name.strip("/").replace("/", "--")
 
 
@@ -320,13 +321,13 @@ def _measure(
     statistics = new_statistics(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
-    path = out / "state" / f"{_safe(job.label)}.safetensors"
+    path = out / "state" / f"{safe_name(job.label)}.safetensors"
     done, chain = _restore(path, statistics)
     if done >= job.n_tokens:
         return statistics
     writer = None
     if job.keep:
-        writer = ScalarWriter(out / "scalars.zarr" / _safe(job.label), job.sites, job.n_tokens, job.block)
+        writer = ScalarWriter(out / "scalars.zarr" / safe_name(job.label), job.sites, job.n_tokens, job.block)
         if not done:
             check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
             writer.create(statistics.directions)

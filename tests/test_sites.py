@@ -14,7 +14,7 @@ LN, RMS = "layernorm", "rmsnorm"
 
 
 def stack(name, kind, *roles, layers=2):
-    """What a stack of two layers should have: a number before a role says how often, else once for each layer."""
+    """What a stack should have: these roles once for each layer, those outside of the layers once."""
     once = ("embedding", "final", "head")
     return {(name, role, kind): 1 if role in once else layers for role in roles}
 
@@ -48,8 +48,8 @@ EXPECTED = {
     "t5": stack("encoder.block", RMS, *SEQUENTIAL) | stack("decoder.block", RMS, "cross_attention", *SEQUENTIAL),
     "olmo2": stack("model.layers", RMS, "post_attention", "post_mlp", "final"),
 }
-BIAS = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "falcon", "phi", "stablelm", "nemotron", "bert", "albert",
-        "vit", "whisper"}  # fmt: skip
+BIAS = {"gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "falcon", "phi", "stablelm", "nemotron", "bert",
+        "albert", "vit", "whisper"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
@@ -110,8 +110,9 @@ def test_parallel_residual_of_neox_with_two_norms_reads_apart():
     assert [s.role for s in sites[:2]] == ["attention", "mlp"]
 
 
-EPS_NAMES = {"gpt2": "layer_norm_epsilon", "gpt_neox": "layer_norm_eps", "llama": "rms_norm_eps", "gemma2": "rms_norm_eps",
-             "t5": "layer_norm_epsilon", "bert": "layer_norm_eps", "nemotron": "norm_eps", "cohere": "layer_norm_eps"}  # fmt: skip
+EPS_NAMES = {"gpt2": "layer_norm_epsilon", "gpt_neox": "layer_norm_eps", "llama": "rms_norm_eps",
+             "gemma2": "rms_norm_eps", "t5": "layer_norm_epsilon", "bert": "layer_norm_eps",
+             "nemotron": "norm_eps", "cohere": "layer_norm_eps"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EPS_NAMES)

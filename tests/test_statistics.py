@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -212,7 +214,7 @@ def splits(draw):
     """Batches of (start, vectors): cuts of 60 tokens, in a drawn order."""
     cuts = sorted(draw(st.sets(st.integers(1, 59), max_size=5)))
     edges = [0, *cuts, 60]
-    return draw(st.permutations(list(zip(edges[:-1], edges[1:], strict=True))))
+    return draw(st.permutations(list(itertools.pairwise(edges))))
 
 
 @settings(max_examples=8)
