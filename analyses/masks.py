@@ -19,7 +19,7 @@ from analyses import _axes, _source
 from normgeo.angles import AngleTable
 from normgeo.errors import DataError
 from normgeo.geometry import NAMES
-from normgeo.runs import RunConfig, start_run
+from normgeo.runs import RunConfig, safe_name, start_run
 from normgeo.scalars import ScalarStore
 
 Mask = Callable[[ScalarStore], np.ndarray]
@@ -52,7 +52,7 @@ def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
     about = ["model", "site", "layer", "role", "kind", "stack"]
     sites = AngleTable.load(run).frame[about].drop_duplicates()
     for model, part in sites.groupby("model", sort=False):
-        store = ScalarStore(run / "scalars.zarr" / str(model).strip("/").replace("/", "--"))
+        store = ScalarStore(run / "scalars.zarr" / safe_name(str(model)))
         chosen = {name: np.asarray(mask(store), bool) for name, mask in masks.items()}
         for name, keep in chosen.items():
             if not keep.any():

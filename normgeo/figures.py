@@ -156,7 +156,14 @@ def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.F
         null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
         if len(null):
             axes.plot(null.layer, null.energy_share, color="0.5", linewidth=1, label="random directions: mean")
-            axes.plot(null.layer, null.energy_q95, color="0.5", linewidth=1, linestyle=":", label="random directions: 95th percentile")
+            axes.plot(
+                null.layer,
+                null.energy_q95,
+                color="0.5",
+                linewidth=1,
+                linestyle=":",
+                label="random directions: 95th percentile",
+            )
         _role_lines(axes, part[part.direction == "uniform"], "energy_share")
     _legend(figure, panels)
     return figure

@@ -123,6 +123,8 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise _explained(str(name), error) from error
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if str(name) in EMBEDDED:
+        model.name_or_path = str(name)
     if str(name) in EMBEDDED and dtype == "auto":
         model.float()  # stored in half precision to stay small, meant to compute in float32
     if device is None or device_map is not None:
@@ -170,8 +172,10 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     path = str(EMBEDDED.get(str(name), name))
     revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
     options = {"revision": revision} if revision else {}
+    own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
+    auto = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+        tokenizer = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except (
         OSError,
         ValueError,
@@ -204,7 +208,7 @@ def max_context(model: PreTrainedModel) -> int | None:
     return None
 
 
-def example_inputs(model: PreTrainedModel, time: int = 6, seed: int = 0) -> dict[str, Tensor]:
+def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict[str, Tensor]:
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
 
     Raises:

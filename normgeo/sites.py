@@ -52,6 +52,7 @@ class NormSite:
         eps: the constant added to the mean square.
         gain, bias: whether it has a gamma and a beta.
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
+        head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
         call: which of several calls in one forward pass, for modules that layers share.
     """
 
@@ -65,6 +66,7 @@ class NormSite:
     gain: bool = True
     bias: bool = False
     heads: int = 1
+    head_major: bool = False
     call: int = 0
 
     @property
@@ -304,10 +306,14 @@ def _placed(found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, 
         sites.append(
             NormSite(
                 call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
-                behaviour.bias, heads, index,
+                behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
             )
         )  # fmt: skip
     return sites
+
+
+def _is_head_major(x: Tensor, heads: int) -> bool:
+    return x.ndim == 4 and x.shape[1] == heads and x.shape[2] != heads
 
 
 def _layer_of(name: str, trace: _Trace) -> tuple[str, int] | None:

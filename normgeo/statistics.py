@@ -4,9 +4,10 @@ For every site and phase, and for each named direction u, with theta = arccos(x.
 standard deviation, extremes and a fine histogram of theta; the mean of cos^2 (the share of energy along u) and of |x|.
 For a null ensemble of random directions the mean angle, its spread and the energy, on every n-th token.
 
-Two properties make the results safe to split, merge and resume in any order. Per-token values are rounded to multiples
-of a power of two (2^-20 degrees) before they are added in float64, so that sums are exact and addition is associative;
-and which tokens meet the null ensemble depends on the token's index alone.
+Two properties make the results safe to merge and resume in any order. Per-token values are rounded to multiples of a
+power of two (2^-20 degrees) before they are added in float64, so that sums are exact and addition is associative: the
+same batches give the same sums to the last bit, however they are spread and merged. (Other batches give other roundings
+in the projections: 1e-6 degrees.) And which tokens meet the null ensemble depends on the token's index alone.
 
 The standardized vector y needs no pass of its own: for LayerNorm y is parallel to x_perp = x - (x.û)û (*Geometry* eq.
 8-9), so that y.v = (x.v - (x.û)(û.v)) / |x_perp| up to scale; for RMSNorm it is parallel to x.

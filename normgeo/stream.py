@@ -48,7 +48,10 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
     calls: dict[str, int] = {}
 
     def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
-        rows = hidden.detach().reshape(-1, sites[site].d)
+        hidden = hidden.detach()
+        if sites[site].head_major:
+            hidden = hidden.transpose(1, 2)  # token order
+        rows = hidden.reshape(-1, sites[site].d)
         for sink in sinks:
             sink.take(site, phase, rows)
 

@@ -109,8 +109,10 @@ class TokenStream:
         `start` must be the beginning of a context. With `limit` None all tokens come.
 
         Raises:
-            DataError: the stream ends before `limit`.
+            DataError: the stream ends before `limit`, or `limit` or `rows` is below 1.
         """
+        if rows < 1 or (limit is not None and limit < 1):
+            raise DataError(f"at least one token and one context at once are needed, received {limit} and {rows}")
         done = start
         for _, alike in itertools.groupby(self._between(start, limit), key=lambda context: len(context[0])):
             while chunk := list(itertools.islice(alike, rows)):
@@ -263,8 +265,9 @@ def _pack(
     first = next(contexts(), None)
     if first is None:
         raise DataError(f"{source} has no text in it")
-    ends = "the tokenizer's special tokens" if not separator else f"token {separator[0]} after each"
-    packing = f"documents packed one after the other ({ends}), cut every {context} tokens, no padding"
+    between = f"token {separator[0]} after each" if separator else "nothing between"
+    between = "the tokenizer's special tokens" if _adds_special_tokens(tokenizer) else between
+    packing = f"documents packed one after the other ({between}), cut every {context} tokens, no padding"
     return TokenStream(contexts, context, source, digest, packing)
 
 

@@ -25,7 +25,6 @@ from normgeo.tokens import TokenStream
 __all__ = ["SIZES", "Recipe", "build_twin", "evaluate", "learning_rate", "train", "train_tokenizer"]
 
 Norm = Literal["layernorm", "rmsnorm"]
-END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ SIZES = {
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in GPT-2's form, learnt from `texts`."""
+    """A byte-level BPE tokenizer in GPT-2's form, learnt from `texts`; it puts nothing between documents."""
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=[END], show_progress=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, bos_token=END)
+    bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=["<|endoftext|>"], show_progress=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
 
 
 def build_twin(norm: Norm, recipe: Recipe, vocabulary: int) -> GPT2LMHeadModel:
@@ -76,8 +75,8 @@ def build_twin(norm: Norm, recipe: Recipe, vocabulary: int) -> GPT2LMHeadModel:
         "n_head": recipe.heads,
         "n_positions": recipe.context,
         "vocab_size": vocabulary,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "embd_pdrop": recipe.dropout,
         "attn_pdrop": 0.0,
         "resid_pdrop": recipe.dropout,

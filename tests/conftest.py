@@ -45,4 +45,6 @@ def tiny():
 def tokenizer():
     from normgeo import load_tokenizer
 
-    return load_tokenizer("embedded-layernorm")
+    tokenizer = load_tokenizer("embedded-layernorm")
+    tokenizer.eos_token = "<|endoftext|>"  # id 0, which is an id like any other
+    return tokenizer
