@@ -105,6 +105,42 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
 
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("stream")
+def bench_stream(
+    model: Annotated[str, typer.Argument(help="Hub id or local directory.")] = "embedded-layernorm",
+    data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
+    context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.")] = 7,
+    device: Annotated[str | None, typer.Option(help="A torch device. [default: the CPU]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
+) -> None:
+    """Compare the base model's forward pass with ways of measuring its hidden states."""
+    import torch
+
+    from normgeo.bench import bench_stream
+    from normgeo.models import load_model, load_tokenizer
+    from normgeo.tokens import load_tokens
+
+    _quiet()
+    loaded = load_model(model, dtype=torch.float32, device=device)
+    tokens = load_tokens(data, load_tokenizer(model), context)
+    frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
+    table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
+    for row in frame.to_dict("records"):
+        table.add_row(
+            row["variant"], f"{row['ratio']:.3f}", f"{row['q25']:.3f} to {row['q75']:.3f}", f"{row['seconds']:.3f}"
+        )
+    console.print(f"{model}, {batch} x {context} tokens, {rounds} interleaved rounds, {frame.device.iloc[0]}")
+    console.print(table)
+    if out is not None:
+        frame.to_parquet(out, index=False)
+
+
 @app.command()
 def models() -> None:
     """List the models of Geometry table 1 and the embedded pair."""

@@ -1,9 +1,10 @@
 r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm one (*Pre-RMSNorm* section 3.1).
 
-1. Center every writer of the gauge in float64 (lemma 3.1). 2. Where a stream still has a mean that no parameter carries
-(an embedding LayerNorm's gamma * y, a table in a buffer), recenter the output of the earliest module whose mean no model
-output sees. 3. Replace every LayerNorm whose input then has zero mean by RMSNorm with the same gamma, beta and eps. 4.
-Certify the result; a conversion that is not equal is an error and gives no model.
+1. Center every writer of the gauge in float64 (lemma 3.1).
+2. Where a stream still has a mean that no parameter carries (an embedding LayerNorm's gamma * y, a table in a buffer),
+   recenter the earliest activation whose mean no output of the model sees.
+3. Replace every LayerNorm whose input then has zero mean by RMSNorm with the same gamma, beta and eps.
+4. Certify the result; a conversion that is not equal is an error and gives no model.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
     options = {"revision": revision} if revision else {}
     own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
-    auto = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
+    auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
     try:
         tokenizer = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except (

@@ -1,0 +1,28 @@
+"""The same numbers on a GPU; these run wherever CUDA is."""
+
+import numpy as np
+import pytest
+import torch
+from zoo import tiny
+
+from normgeo import find_sites, measure_angles
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+IDS = np.random.default_rng(0).integers(3, 96, (12, 32))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bert", "qwen3"])
+def test_angles_on_cuda_are_those_of_the_cpu(name):
+    cpu = measure_angles(tiny(name), IDS, null=16, null_every=1, name="m", progress=False).frame
+    gpu = measure_angles(tiny(name).cuda(), IDS, null=16, null_every=1, name="m", progress=False).frame
+    for column in ("mean_deg", "std_deg", "mean_norm", "energy_share", "median_deg"):
+        np.testing.assert_allclose(gpu[column], cpu[column], rtol=1e-4, atol=0.02, err_msg=column)
+    assert (gpu.n_tokens == cpu.n_tokens).all()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sites_are_found_on_cuda_in_half_precision(name):
+    assert find_sites(tiny(name).cuda().bfloat16()) == find_sites(tiny(name))
