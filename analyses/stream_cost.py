@@ -53,13 +53,14 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.annotate(f"{ratio:.2f}", (edge, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
     axes.axvline(1, color="0.4", linewidth=0.6)
     axes.invert_yaxis()
+    axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
     first = frame.iloc[0]
     axes.set_xlabel(
         f"time / time of the base model ({first.seconds:.3g} s a batch); quartiles of {first.rounds} rounds"
     )
     figure.suptitle(
-        f"{first.model}: {first.batch} x {first.context} tokens, d = {first.d}, {first.sites} norms, {first.dtype}, "
+        f"{first.model}: {first.batch} x {first.context} tokens, d = {first.d}, {first.sites} norms, {first['dtype']}, "
         f"{first.device}",
         fontsize=9,
     )

@@ -256,14 +256,12 @@ class AngleStatistics:
         for g in small:
             part, least, most, seen = (t.index_select(-1, members[g]) for t in (block, low, high, valid))
             reduced[g] = least.amin(-1), most.amax(-1), seen.sum(-1), part.sum(-1, dtype=torch.float64)
-        if small:
-            others = torch.cat([members[g] for g in small])
-            for edge in (low, high):
-                edge.index_copy_(2, others, edge[..., members[big][:1]].expand(-1, -1, len(others)))
+        others = torch.cat([members[g] for g in small]) if small else members[big][:0]
+        for edge in (low, high):
+            edge.index_copy_(2, others, edge[..., members[big][:1]].expand(-1, -1, len(others)))
         least, most = low.amin(-1), high.amax(-1)
-        if small:
-            block.index_fill_(2, others, 0.0)
-            valid.index_fill_(1, others, False)
+        block.index_fill_(2, others, 0.0)
+        valid.index_fill_(1, others, False)
         reduced[big] = least, most, valid.sum(-1), block.sum(-1, dtype=torch.float64)
         p = len(phases)
         for g, (least, most, seen, sums) in reduced.items():

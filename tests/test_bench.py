@@ -39,6 +39,7 @@ def test_plot(frame):
     figure = stream_cost.plot(frame.assign(model="tiny"))
     assert isinstance(figure, matplotlib.figure.Figure)
     assert "base model" in figure.axes[0].get_xlabel()
+    assert "float32" in figure.get_suptitle()
 
 
 def test_peak_memory_is_that_of_the_measurement():
