@@ -235,7 +235,7 @@ def measure_angles(
     n_tokens: int | None = None,
     batch: int = 8,
     null: int = 256,
-    null_every: int = 8,
+    null_every: int = 16,
     seed: int = 0,
     sites: str | Sequence[NormSite] | None = None,
     bos: int | None = None,

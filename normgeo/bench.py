@@ -43,7 +43,7 @@ def bench_stream(
     batch: int = 8,
     rounds: int = 7,
     null: int = 256,
-    null_every: int = 8,
+    null_every: int = 16,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Time the stream and its alternatives, interleaved: every variant once a round, in random order, on one batch.

@@ -46,7 +46,7 @@ def angles(
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
     device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
     null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
-    null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 8,
+    null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
     sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
     qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,

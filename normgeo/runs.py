@@ -61,7 +61,7 @@ class RunConfig:
     device: str = "auto"
     device_map: str | None = None
     null: int = 256
-    null_every: int = 8
+    null_every: int = 16
     seed: int = 0
     sites: str | None = None
     qk: bool = False

@@ -99,7 +99,7 @@ class AngleStatistics:
         *,
         device: torch.device | str = "cpu",
         bos: int | None = None,
-        null_every: int = 8,
+        null_every: int = 16,
     ) -> None:
         self.sites, self.directions, self.bos, self.null_every = list(sites), directions, bos, null_every
         self.home = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from normgeo.certify import certificate_inputs, certify
 from normgeo.errors import ConversionError, ModelError
 from normgeo.gauge import Shift, center, find_gauge, float64_copy
 from normgeo.models import example_inputs
+from normgeo.tokens import TokenStream
 
 PRE_LN = {
     "gpt2": (10, 5, 0), "gpt_neo": (10, 5, 0), "gptj": (7, 3, 0), "gpt_neox": (9, 5, 0), "opt": (10, 5, 0),
@@ -191,12 +193,12 @@ def test_half_precision_is_converted_through_float64():
 
 
 def test_the_embedded_model_keeps_its_loss():
-    model, tokens = load_model("embedded-layernorm"), load_tokens("sample", load_tokenizer("embedded-layernorm"), 128)
-    tokens = type(tokens)(lambda: (c for c, _ in zip(tokens_list, range(20), strict=False)), 128, "s", "d", "p")
-    tokens_list = list(load_tokens("sample", load_tokenizer("embedded-layernorm"), 128).contexts())[:20]
+    model, tokenizer = load_model("embedded-layernorm"), load_tokenizer("embedded-layernorm")
+    rows = [b.ids for b in load_tokens("sample", tokenizer, 128).batches(20 * 128, 20)]
+    tokens = TokenStream.from_array(np.concatenate(rows))
     original = training.evaluate(model, tokens)
     assert abs(training.evaluate(convert(model).model, tokens) - original) < 1e-5
-    assert training.evaluate(convert(model, to="naive-rmsnorm").model, tokens) - original > 1e-4
+    assert abs(training.evaluate(convert(model, to="naive-rmsnorm").model, tokens) - original) > 1e-5
 
 
 def test_the_zoo_is_covered():
