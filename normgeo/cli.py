@@ -159,8 +159,10 @@ def models() -> None:
 
 def _quiet() -> None:
     """Leave the terminal to our own output: one progress bar, one line for an error."""
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.utils.logging.set_verbosity_error()  # its retries without a network, a line each
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
