@@ -1,8 +1,8 @@
 r"""Centering: writers once and for all, and explicit recenters where a mean comes from no parameter.
 
 What writes into a stream is centered in float64 (*Pre-RMSNorm* lemma 3.1). A mean that is left (gamma * y of an
-embedding LayerNorm, a convolution's GELU, the residual of a Post-LN block) is removed from the earliest activation whose
-mean no output of the model sees.
+embedding LayerNorm, a convolution's GELU, the residual of a Post-LN block) is removed from the earliest activation of
+which no output of the model sees the mean.
 """
 
 from __future__ import annotations

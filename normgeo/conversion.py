@@ -113,7 +113,7 @@ def convert(
             raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(kept))
         compress(exact, gauge, inputs, recipe, padded=padded)
     converted = _in_dtype(model, exact, recipe, keep_tie)
-    as_saved = _in_dtype(copy.deepcopy(model).double().eval(), exact, recipe, keep_tie)  # pyright: ignore
+    as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
     recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
     certificate = certify(
@@ -148,18 +148,18 @@ def decompress(model: PreTrainedModel) -> Conversion:
     recipe = copy.deepcopy(getattr(model.config, "normgeo", {}))
     if recipe.get("to") != "crmsnorm":
         raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")
-    exact = copy.deepcopy(model).double().eval()  # pyright: ignore
+    exact = float64_copy(model)
     expand(exact, recipe)
     recipe["shapes"] = {}
     exact.config.normgeo = recipe
     result = copy.deepcopy(exact)
-    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    dtypes = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
-        value.data = value.to(dtypes.get(name, model.dtype))
+        value.data = value.to(dtypes[name])
     sites = [site for site in find_sites(exact) if site.name in recipe["norms"]]
     counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
     certificate = certify(
-        copy.deepcopy(model).double().eval(), exact, model, result, certificate_inputs(model),  # pyright: ignore
+        float64_copy(model), exact, model, result, certificate_inputs(model),
         site_mean=0.0, counts=counts,
     )  # fmt: skip
     if not certificate.passed:

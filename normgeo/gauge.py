@@ -281,13 +281,23 @@ class _Probe:
             return ()
         source = sources[-1]
         who = [
-            use.place.module for use, g in zip(trace.uses, trace.gradients, strict=True)
-            if use.place.side == "input" and use.leaf and use.storage == source.storage
-            and use.place.module not in self.norms and g is not None and not _vanishes(g)
+            use for use, g in zip(trace.uses, trace.gradients, strict=True)
+            if use.place.side == "input" and use.leaf and use.place.module not in self.norms
+            and g is not None and bool(g.norm() > 0) and not _vanishes(g)
         ]  # fmt: skip
-        if any(o.untyped_storage().data_ptr() == source.storage for o in outputs):
-            who.append("the model's output")
-        return tuple(dict.fromkeys(who)) or (f"the code around {source.place.module}",)
+        names = [use.place.module for use in who if use.storage == source.storage]
+        if not names:  # it reads what the tensor is added to later on
+            late = [(use.place.module, use.tensor) for use in who if use.tensor.shape[-1] == source.tensor.shape[-1]]
+            late += [("the model's output", o) for o in outputs if o.shape[-1] == source.tensor.shape[-1]]
+            names = [name for name, tensor in late if self._adds(source.tensor, tensor)]
+        return tuple(dict.fromkeys(names)) or (f"the code around {source.place.module}",)
+
+    def _adds(self, source: Tensor, tensor: Tensor) -> bool:
+        """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
+        if source is tensor or not tensor.requires_grad:
+            return False
+        (moved,) = torch.autograd.grad(self._noise(tensor.mean(-1)), [source], retain_graph=True, allow_unused=True)
+        return moved is not None and bool(moved.norm() > 0) and float(ratio(moved, -1)) > 0.5
 
 
 def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,10 @@ class Place(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A tensor at a place. An argument is an alias of what was given: its gradient is of this use alone."""
+    """A tensor at a place. An argument is an alias of what was given: its gradient is of this use alone.
+
+    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given.
+    """
 
     place: Place
     tensor: Tensor
@@ -72,26 +76,58 @@ def untie(model: nn.Module) -> None:
             model.all_tied_weights_keys = {}  # saving would leave the copies out
 
 
-def float64_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """An untied copy in float64, in evaluation mode."""
+def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedModel:
+    """A copy in float64, in evaluation mode, without a cache, and untied unless asked for."""
     probe = copy.deepcopy(model)
-    untie(probe)
+    if not tied:
+        untie(probe)
+    for config in (probe.config, probe.config.get_text_config()):
+        config.use_cache = False  # caches are written in place, which gradients do not pass
+    if any(parameter.ndim > 2 for parameter in probe.parameters()):
+        with contextlib.suppress(Exception):  # models without experts refuse, each in its own way
+            probe.set_experts_implementation("eager")  # the fused one has no float64
     return probe.double().eval()  # pyright: ignore
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _flat(part)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Models make constants in the default dtype; in float64 these have to be float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
     """Every floating-point tensor that a model returns for these inputs, caches aside.
 
     Raises:
-        ModelError: an output is NaN or infinite, or there is none.
+        ModelError: the model fails, an output is NaN or infinite, or there is none.
     """
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-    result = model(**inputs, return_dict=True)
-    tensors = [v for v in result.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    name = type(model).__name__
+    try:
+        with _default_dtype(model.dtype):
+            result = model(**inputs, return_dict=True)
+    except RuntimeError as error:
+        line = str(error).strip().splitlines()[0]
+        raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
+    tensors = [t for value in result.values() for t in _flat(value)]
     if not tensors:
-        raise ModelError(f"{type(model).__name__} returned no tensor to compare")
+        raise ModelError(f"{name} returned no tensor to compare")
     if not all(torch.isfinite(t).all() for t in tensors):
-        raise ModelError(f"{type(model).__name__} returns NaN or infinite outputs; nothing can be said of it")
+        raise ModelError(f"{name} returns NaN or infinite outputs; nothing can be said of it")
     return tensors
 
 
@@ -165,7 +201,7 @@ def traced(model: nn.Module, widths: set[int], norms: set[str]) -> Iterator[Trac
     try:
         for name, module in model.named_modules():
             if name:
-                leaf = not any(module.children())
+                leaf = not any(module.children()) and any(True for _ in module.parameters())
                 if name not in norms:
                     handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
                 handles.append(module.register_forward_hook(after(name, leaf)))
