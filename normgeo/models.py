@@ -25,6 +25,7 @@ __all__ = [
     "TwinConfig",
     "TwinLMHeadModel",
     "base_model",
+    "config_and_class",
     "default_dtype",
     "example_inputs",
     "load_model",
@@ -120,7 +121,7 @@ def load_model(
     revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        config, cls = _config_and_class(path, options, trust_remote_code)
+        config, cls = config_and_class(path, options, trust_remote_code)
         model = cls.from_pretrained(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options
         )
@@ -141,7 +142,8 @@ def load_model(
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+    """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
     if raw.get("model_type") == TwinConfig.model_type:
         raw.pop("model_type")  # the class says it
