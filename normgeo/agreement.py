@@ -73,7 +73,7 @@ class Agreement:
         self,
         reference: Float[Tensor, "positions width"],
         other: Float[Tensor, "positions width"],
-        following: Int[Tensor, "positions"] | None = None,
+        following: Int[Tensor, " positions"] | None = None,
         *,
         logits: bool = True,
     ) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
+import os
 import random
+import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,17 @@ from transformers import PreTrainedModel
 from normgeo import figures, side_by_side
 from normgeo.agreement import agreements, vocabulary
 from normgeo.angles import measure_angles
-from normgeo.errors import NormGeoError
+from normgeo.conversion import convert
+from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_device, pick_dtype, weights_digest
 from normgeo.progress import progress_bar
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "compare_run", "default_out"]
+
+DEFAULT_TOKENS = 20_000
 
 
 @dataclass(frozen=True)
@@ -150,8 +157,9 @@ def compare(
 
 def _size(model: PreTrainedModel) -> dict[str, Any]:
     kinds = [site.kind for site in find_sites(model, qk=True)]
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {
-        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."), "device": device,
         "parameters": model.num_parameters(), "bytes": int(model.get_memory_footprint()),
         "layernorms": kinds.count("layernorm"), "rmsnorms": kinds.count("rmsnorm"),
     }  # fmt: skip
@@ -199,7 +207,7 @@ def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
 
 
 def _places(frame: pd.DataFrame) -> pd.DataFrame:
-    """The sites of a model, each with its place: which stack, which layer (-1: behind the last), role, which of them."""
+    """The sites of a model, each with its place: stack, layer (-1: behind the last), role, and which of them."""
     sites = frame.drop_duplicates("site")[["site", "stack", "layer", "role"]].copy()
     sites["stack_index"] = pd.factorize(sites["stack"])[0]
     sites["layer"] = sites.layer.where(sites.role != "final", -1)
@@ -226,3 +234,138 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it: no NaN, no infinity, no numpy."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare_run(
+    a: str,
+    b: str,
+    out: Path,
+    *,
+    data: str | None = None,
+    n_tokens: int | None = None,
+    context: int | None = None,
+    batch: int = 8,
+    naive: bool = False,
+    device: str = "auto",
+    dtype: str | None = None,
+    null: int = 256,
+    rounds: int = 7,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    announce: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+) -> Comparison:
+    """Load two models by name, compare them and write the result to a directory, which appears whole or not at all.
+
+    Args:
+        a: the reference: hub id, local directory, or embedded name.
+        b: the other model.
+        out: the directory; an empty one may exist.
+        data: what `load_tokens` takes; None is the sample for the embedded models, else Wikipedia.
+        n_tokens: exactly so many; None is 20,000, or all of them where there are fewer.
+        context: tokens that a model sees together; None is up to 1024.
+        batch: contexts that go through a model together.
+        naive: add `a` with its LayerNorms swapped for RMSNorms and nothing recentered.
+        device: what `pick_device` takes.
+        dtype: what `pick_dtype` takes.
+        null: random directions in the null ensemble.
+        rounds: how often every model is timed; 0 for never.
+        seed: of the random directions and of the order of the rounds.
+        trust_remote_code: run the modelling code of the repositories.
+        announce: called with one line that says what will be compared.
+        progress: show a progress bar.
+
+    Raises:
+        RunError: the directory holds something, or cannot be written.
+        ConversionError: `naive`, and the reference has no LayerNorm.
+        NormGeoError: whatever is wrong with a model, the data or a number.
+    """
+    _check_writable(out)
+    for name, value, least in (("tokens", n_tokens, 1), ("context", context, 1), ("batch", batch, 1), ("null", null, 0),
+                               ("rounds", rounds, 0)):  # fmt: skip
+        if value is not None and value < least:
+            raise NormGeoError(f"--{name} must be at least {least}, received {value}")
+    device = pick_device(device)
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
+    models = {
+        label: load_model(name, device=device, **options) for label, name in zip(_labels(a, b), (a, b), strict=True)
+    }
+    data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
+    longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
+    is_ids = data.endswith(".npy")
+    tokenizer = None if is_ids else _shared_tokenizer((a, b), trust_remote_code)
+    tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
+    if naive:
+        first = next(iter(models))
+        models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
+    n_tokens = n_tokens or _at_most(tokens, DEFAULT_TOKENS)
+    announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
+    result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
+                     progress=progress)  # fmt: skip
+    result.about["weights_sha256"] = {name: weights_digest(model) for name, model in models.items()}
+    with _appearing_whole(out) as scratch:
+        result.save(scratch)
+    return result
+
+
+def default_out(a: str, b: str) -> Path:
+    """`runs/compare-<A>-<B>-<date>`, with a number behind it where that is taken."""
+    names = "-".join(Path(name).resolve().name for name in (a, b))
+    stem = Path("runs") / f"compare-{names}-{datetime.date.today()}"
+    candidates = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _labels(a: str, b: str) -> tuple[str, str]:
+    """What two models are called: directories by their own name, unless that is the other's name too."""
+    short = [name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name for name in (a, b)]
+    if short[0] != short[1]:
+        return short[0], short[1]
+    return (a, b) if a != b else (a, f"{b} (again)")
+
+
+def _shared_tokenizer(names: tuple[str, str], trust_remote_code: bool) -> Any:
+    """The tokenizer of both models, or of the one that has one.
+
+    Raises:
+        DataError: they have different vocabularies.
+    """
+    first, second = (load_tokenizer(name, trust_remote_code=trust_remote_code) for name in names)
+    if first is not None and second is not None and first.get_vocab() != second.get_vocab():
+        raise DataError(
+            f"the tokenizers of {names[0]} and {names[1]} have different vocabularies ({len(first):,} and "
+            f"{len(second):,} tokens); compare models with the same tokenizer, or give token ids as .npy"
+        )
+    return second if first is None else first
+
+
+def _at_most(tokens: TokenStream, most: int) -> int:
+    """So many tokens, or all of them where there are fewer."""
+    total = 0
+    for ids, _ in tokens.contexts():
+        total += len(ids)
+        if total >= most:
+            return most
+    return total
+
+
+def _check_writable(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists and is not an empty directory; give another --out")
+    parent = next(path for path in [out, *out.absolute().parents] if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RunError(f"cannot write {out}: {parent} is not a directory that can be written to; give another --out")
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A directory next to `out` to write into, which takes its place when everything is written."""
+    scratch = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        os.replace(scratch, out)
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error.strerror or error}; give another --out") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -30,7 +30,7 @@ def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: i
     console.print("Angle to the uniform vector, before → after each norm (degrees, means over tokens)")
     console.print(_angles(pre, post, list(metrics.model)))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
 def _metrics(frame: pd.DataFrame) -> Table:
@@ -177,5 +177,5 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
         axes.set_title(title)
         axes.set_yticks([])
         axes.invert_yaxis()
-        axes.margins(x=0.3)
+        axes.margins(x=0.4)
         axes.grid(visible=False)
