@@ -15,19 +15,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from analyses import _axes, _source
-from normgeo.comparison import compare
+from normgeo.agreement import agreements
 from normgeo.conversion import convert
 from normgeo.models import load_model, load_tokenizer, max_context
 from normgeo.tokens import load_tokens
 
 KINDS = ("original", "naive swap", "exact conversion")
-LEFT_OUT = ("seconds", "time_ratio", "time_q25", "time_q75")
 
 
 def compute(
     model: str | Path = "embedded-layernorm", data: str | Path = "sample", n_tokens: int | None = None
 ) -> pd.DataFrame:
-    """One row for the model, its naive swap and its exact conversion, with the columns of `Comparison.frame`."""
+    """One row for the model, its naive swap and its exact conversion, with what `Comparison.frame` says of outputs."""
     original = load_model(model)
     models = {
         KINDS[0]: original,
@@ -36,11 +35,11 @@ def compute(
     }
     context = min(_source.CONTEXT, max_context(original) or _source.CONTEXT)
     tokens = load_tokens(data, load_tokenizer(model), context=context)
-    frame = compare(models, tokens, n_tokens=n_tokens, null=0, rounds=0, progress=False).frame
-    frame.insert(0, "conversion", frame.pop("model"))
-    frame.insert(0, "model", str(model))
+    found = agreements(models, tokens, n_tokens, batch=8)
+    frame = pd.DataFrame([{"model": str(model), "conversion": name} | metrics for name, metrics in found.items()])
+    frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
     first = ["model", "conversion", "perplexity", "perplexity_difference", "kl_mean", "kl_max", "top1"]
-    return frame[first + [c for c in frame if c not in first]].drop(columns=list(LEFT_OUT))
+    return frame[first + [c for c in frame if c not in first]]
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:

@@ -28,8 +28,8 @@ from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["Agreement", "agreements", "next_tokens", "vocabulary"]
 
-AT_ONCE = 1 << 22
-"""Logits in float64 at once: 32 MiB, and a few times that for what is computed from them."""
+AT_ONCE = 1 << 18
+"""Logits in float64 at once: 2 MiB stay in the cache, which is three times as fast as 32 MiB."""
 
 
 def next_tokens(ids: Int[Tensor, "rows time"]) -> Int[Tensor, "rows time"]:
@@ -188,7 +188,7 @@ def agreements(
     source: TokenStream,
     n_tokens: int | None,
     batch: int,
-    advance: Callable[[int], None],
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, dict[str, Any]]:
     """The metrics of every model's outputs against the first one's, on the tokens of a stream.
 
