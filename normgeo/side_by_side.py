@@ -48,8 +48,8 @@ def _metrics(frame: pd.DataFrame) -> Table:
         "KL, mean (nats)": lambda r: _number(r["kl_mean"], ".3g"),
         "KL, largest (nats)": lambda r: _number(r["kl_max"], ".3g"),
         "top-1 agreement": lambda r: _number(100 * r["top1"], ".2f", "%"),
-        f"{_words(first)} error, largest": lambda r: f"{r['error_max']:.3g} ({100 * r['error_max_rel']:.2g}%)",
-        f"{_words(first)} error, rms": lambda r: f"{100 * r['error_rms_rel']:.2g}%",
+        f"{_words(first)} error, largest": lambda r: f"{r['error_max']:.3g} ({100 * r['error_max_rel']:.3g}%)",
+        f"{_words(first)} error, rms": lambda r: f"{100 * r['error_rms_rel']:.3g}%",
         "time of a forward pass": lambda r: _time(r, r is first),
     }
     for name, show in lines.items():
@@ -118,7 +118,7 @@ def _panels(uniform: pd.DataFrame) -> list[tuple[int, str]]:
 
 def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, models: list[str]) -> np.ndarray:
     panels = _panels(uniform)
-    ratios = [0.3 if role in SINGLE else 1.0 for _, role in panels]
+    ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role in panels]
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
     several = uniform.stack_index.nunique() > 1
     for row, (phase, words) in enumerate(PHASES.items()):
@@ -129,7 +129,7 @@ def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, mo
             _lines(axes, here, models, single=role in SINGLE)
             if row == 0:
                 name = ROLE_LABELS.get(role, role)
-                axes.set_title(f"{name} ({stack + 1})" if several else name)
+                axes.set_title(f"{name}\nstack {stack + 1}" if several else name, fontsize=8 if len(panels) < 6 else 7)
             elif role not in SINGLE:
                 axes.set_xlabel("layer")
     return grid
@@ -160,7 +160,7 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
     """Bars: what there is of perplexity, KL (else the error), top-1 agreement and time, a bar a model in its color."""
     wanted = {
         "perplexity": ("perplexity", 1.0, ".2f"), "kl_mean": ("mean KL to reference (nats)", 1.0, ".2g"),
-        "top1": ("top-1 agreement (%)", 100.0, ".2f"), "error_rms_rel": ("rms error (%)", 100.0, ".2g"),
+        "top1": ("top-1 agreement (%)", 100.0, ".2f"), "error_rms_rel": ("rms error (%)", 100.0, ".3g"),
         "time_ratio": ("time / reference", 1.0, ".2f"),
     }  # fmt: skip
     shown = {column: words for column, words in wanted.items() if metrics[column].notna().any()}
