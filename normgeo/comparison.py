@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Comparison:
             the root of sum(difference^2) / sum(reference^2). `time_ratio` is the median over rounds of the time of a
             forward pass over the reference's in the same round, with quartiles `time_q25` and `time_q75`.
         angles: the rows of every model's `AngleTable`; `reference_site` is the reference's site that a row's site
-            corresponds to (None where there is none), `stack_index` counts the model's stacks.
+            corresponds to (missing where there is none), `stack_index` counts the model's stacks.
         about: tokens, packing, context and options.
     """
 
@@ -124,8 +124,8 @@ def compare(
     >>> models = {name: load_model(name) for name in ("embedded-layernorm", "embedded-rmsnorm")}
     >>> tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), context=64)
     >>> result = compare(models, tokens, n_tokens=500, null=8, rounds=1, progress=False)
-    >>> result.frame.top1.round(1).tolist()
-    [1.0, 0.7]
+    >>> result.frame[["model", "layernorms", "rmsnorms"]].to_numpy().tolist()
+    [['embedded-layernorm', 13, 0], ['embedded-rmsnorm', 0, 13]]
     """
     if len(models) < 2 or rounds < 0 or null < 0:
         raise NormGeoError(
@@ -302,7 +302,8 @@ def compare_run(
     announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
     result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
                      progress=progress)  # fmt: skip
-    result.about["weights_sha256"] = {name: weights_digest(model) for name, model in models.items()}
+    weights = {name: weights_digest(model) for name, model in models.items()}
+    result = replace(result, about=result.about | {"weights_sha256": weights})
     with _appearing_whole(out) as scratch:
         result.save(scratch)
     return result

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 import zoo
 
 from analyses import causal_test
@@ -167,6 +168,18 @@ def test_models_without_a_head_are_compared_by_hidden_states(ids):
     assert drawn(result.plot())
 
 
+def test_one_score_a_context_is_one_position(ids):
+    config = zoo.tiny("bert").config
+    a, b = (transformers.BertForSequenceClassification(config).eval() for _ in range(2))
+    result = compare({"a": a, "b": b}, ids, **QUICK)
+    with torch.no_grad():
+        x, y = (m(input_ids=torch.tensor(ids)).logits.double() for m in (a, b))
+    kl = (x.softmax(-1) * (x.log_softmax(-1) - y.log_softmax(-1))).sum(-1)
+    assert result.frame.kl_mean[1] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert result.frame.perplexity.isna().all()
+    assert result.frame.tokens.tolist() == [ids.size] * 2
+
+
 def test_half_precision_logits_are_compared_in_float64(ids):
     a, b = (m.to(torch.bfloat16) for m in (sharpened("gpt2"), sabotaged(sharpened("gpt2"))))
     frame = compare({"a": a, "b": b}, ids, batch=1, **QUICK).frame
@@ -236,6 +249,18 @@ def test_sites_match_by_name_and_else_by_place(ids):
     assert wide.index.tolist()[:5] == pairs["gpt2"].tolist()
     assert wide[["gpt2", "llama"]].isna().sum().tolist() == [2, 2]
     assert wide.deep.notna().all()
+
+
+def test_final_norms_match_whatever_the_depth_and_no_site_is_matched_twice():
+    def sites(*rows):
+        return pd.DataFrame(rows, columns=["site", "stack", "layer", "role"])
+
+    first = sites(("h.0.a", "h", 0, "attention"), ("h.1.a", "h", 1, "attention"), ("norm", "", 2, "final"))
+    deep = sites(*[(f"x.{i}.b", "x", i, "attention") for i in range(3)], ("last", "", 3, "final"))
+    swapped = sites(("h.1.a", "h", 0, "attention"), ("h.2.a", "h", 1, "attention"), ("h.1.b", "h", 1, "mlp"))
+    found = comparison._matched({"first": first, "deep": deep, "swapped": swapped}).reference_site.fillna("")
+    assert found.tolist()[3:7] == ["h.0.a", "h.1.a", "", "norm"]
+    assert found.tolist()[7:] == ["h.1.a", "", ""]  # h.1.a has its namesake already
 
 
 def test_parallel_blocks_and_encoder_decoders_are_drawn(ids, tiny):
