@@ -256,12 +256,18 @@ def train(
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="The reference: hub id, local directory, or embedded name.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with it.")],
-    data: Annotated[str | None, typer.Option(help="What `angles` takes as --data.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens. [default: 20,000, or all]")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens a model sees together. [default: up to 1024]")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="What `angles` takes.", show_default="sample for the pair, else wikipedia")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens a model sees together.", show_default="up to 1024")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Contexts that go through a model together.")] = 8,
     naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/compare-<A>-<B>-<date>]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write.", show_default="runs/compare-<A>-<B>-<date>")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="What `angles` takes as --dtype.")] = None,
     null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
