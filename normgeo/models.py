@@ -19,6 +19,7 @@ from normgeo.errors import ModelError
 from normgeo.norms import RMSNorm
 
 __all__ = [
+    "DTYPES",
     "EMBEDDED",
     "TABLE_1",
     "ModelCard",
@@ -31,12 +32,17 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "max_context",
+    "pick_device",
+    "pick_dtype",
     "weights_digest",
 ]
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {"embedded-layernorm": ASSETS / "layernorm", "embedded-rmsnorm": ASSETS / "rmsnorm"}
 """The pair that ships with the package: GPT-2 twins that differ in nothing but their norm."""
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+"""The dtypes a model can be loaded in, by the names the command line knows them by."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,24 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     ):  # what a missing tokenizer raises, by kind
         return None
     return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
+
+
+def pick_device(name: str) -> str:
+    """The torch device a name stands for; `auto` is CUDA, else MPS, else the CPU."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:
+    """The dtype a name stands for; None is float32 on the CPU and the checkpoint's own elsewhere.
+
+    Raises:
+        ModelError: there is no such dtype.
+    """
+    if name not in (None, "auto", *DTYPES):
+        raise ModelError(f"no dtype {name!r}; choose auto, {', '.join(DTYPES)}")
+    return DTYPES.get(name or ("float32" if device == "cpu" else "auto"), "auto")
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
