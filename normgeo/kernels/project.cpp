@@ -276,7 +276,7 @@ bool normgeo_project(const void* x, int64_t dtype, int64_t rows, int64_t d, int6
 bool normgeo_gather(const void* x, int64_t dtype, int64_t n, int64_t d, int64_t stride, const int64_t* index,
                     const double* scalars, int64_t plane, int64_t centered, float* out, void* parallel) {
     return typed(dtype, x, [&](auto* p) {
-        spread(reinterpret_cast<ParallelFor>(parallel), n, grain(d), [&](int64_t a, int64_t b) {
+        spread(reinterpret_cast<ParallelFor>(parallel), n, 16 * grain(d), [&](int64_t a, int64_t b) {
             for (int64_t i = a; i < b; i++) {
                 const int64_t row = index[i];
                 const double length = scalars[(centered ? 4 * plane : 0) + row];
