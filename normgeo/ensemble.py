@@ -137,7 +137,7 @@ class NullEnsemble:
             self.sums[:, p, :, 0].index_add_(0, sites, sums)
 
     def _multiply(self, key: tuple) -> None:
-        chunk, (d, n, centered, device) = self._chunks[key], key
+        chunk, (d, _, centered, device) = self._chunks[key], key
         slots = len(chunk.sites)
         if not slots:
             return

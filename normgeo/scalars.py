@@ -7,9 +7,10 @@ Layout of a `scalars.zarr` (zarr v3, opened by zarr, xarray and dask alike):
     sites/<key>/standardized                        the same, for LayerNorm
 
 A site's vectors are its tokens in order (times its heads for a norm on heads). The quantities are the norm and, in
-degrees, how far the vector's angles to the run's directions are short of a right angle, 90 - theta: the very numbers that
-the statistics have added up. Those of the uniform vector are left out for standardized vectors, where they are zero;
-RMSNorm's standardized vectors have the angles of its input. theta is resolved to 1e-5 degrees, near a direction as well.
+degrees, how far the vector's angles to the run's directions are short of a right angle, 90 - theta: the very numbers
+that the statistics have added up. Those of the uniform vector are left out for standardized vectors, where they are
+zero; RMSNorm's standardized vectors have the angles of its input. theta is resolved to 1e-5 degrees, near a direction
+as well.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ For every site and phase, and for each named direction u, with theta = arccos(x.
 standard deviation, extremes and a fine histogram of theta; the mean of cos^2 (the share of energy along u) and of |x|.
 For a null ensemble of random directions the mean angle, its spread and the energy, on every n-th token.
 
-Angles are computed in float64 from projections summed in float64, whatever the dtype of the hidden states, and so are as
-exact near a direction as far from it. Each is kept as float32 and as a whole number of 2^-20 degrees short of a right
-angle: sums of those in float64 are exact and addition is associative, so that the same batches give the same sums to the
-last bit, however they are spread and merged. And which tokens meet the null ensemble depends on the token's index alone.
+Angles are computed in float64 from projections summed in float64, whatever the dtype of the hidden states, and so are
+as exact near a direction as far from it. Each is kept as float32 and as a whole number of 2^-20 degrees short of a
+right angle: sums of those in float64 are exact and addition is associative, so that the same batches give the same sums
+to the last bit, however they are spread and merged. And which tokens meet the null ensemble depends on the token's
+index alone.
 
 The standardized vector y needs no pass of its own: for LayerNorm y is parallel to x_perp = x - (x.û)û (*Geometry* eq.
 8-9), so that y.v = (x.v - (x.û)(û.v)) / |x_perp| up to scale; for RMSNorm it is parallel to x.
@@ -48,12 +49,14 @@ class _Pool:
     sites: list[int] = field(default_factory=list)
 
 
-def _degrees(cosines: Tensor) -> Float[Tensor, "..."]:
+def _degrees(cosines: Tensor) -> Tensor:
     """90 - theta as float32 and in whole 2^-20 degrees."""
     return torch.asin(cosines).mul_(DEGREES * UNIT).round_().mul_(1 / UNIT).float()
 
 
-def standardized_norm(length: Float[Tensor, "*shape"], d: int, eps: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
+def standardized_norm(
+    length: Float[Tensor, "*shape"], d: int, eps: Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*shape"]:
     """|y| for a norm's input that is `length` long, or that is left without its mean; zero for zero."""
     return length * torch.rsqrt((length.square() / d + eps).clamp_(min=torch.finfo(length.dtype).tiny))
 

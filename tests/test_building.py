@@ -78,7 +78,9 @@ def test_without_a_compiler_torch_is_used(cache, monkeypatch):
 
 def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypatch):
     broken = cache / "g++"
-    broken.write_text('#!/bin/sh\ncase "$1" in --version) echo broken 1.0;; *) echo "no such thing" >&2; exit 3;; esac\n')
+    broken.write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo broken 1.0;; *) echo "no such thing" >&2; exit 3;; esac\n'
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{cache}:{os.environ['PATH']}")
     monkeypatch.delenv("CXX", raising=False)

@@ -47,7 +47,17 @@ def test_every_value_of_a_dtype_is_read_as_it_is(dtype):
         x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)[:, None]
     else:
         about = torch.finfo(dtype)
-        edges = [0.0, -0.0, about.tiny, about.smallest_normal / 8, about.max, about.eps, torch.inf, -torch.inf, torch.nan]
+        edges = [
+            0.0,
+            -0.0,
+            about.tiny,
+            about.smallest_normal / 8,
+            about.max,
+            about.eps,
+            torch.inf,
+            -torch.inf,
+            torch.nan,
+        ]
         x = torch.tensor(edges, dtype=dtype)[:, None]
     found = kernels.project(x, torch.ones(3, 1).double())
     wanted = x[:, 0].double()

@@ -22,8 +22,8 @@ __all__ = [
 ]  # fmt: skip
 
 NOTHING = 1e-12
-"""Share of a vector's norm under which what is left without its mean is rounding: the mean of float32 is exact to 1e-15,
-and vectors of float32 that are not all equal have more than 1e-10 left."""
+"""Share of a vector's norm under which what is left without its mean is rounding: the mean of float32 is exact to
+1e-15, and vectors of float32 that are not all equal have more than 1e-10 left."""
 
 
 @dataclass(frozen=True)

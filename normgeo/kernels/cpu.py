@@ -62,7 +62,9 @@ class Library:
         assert self.functions is not None
         self.functions.normgeo_moments(cosines.data_ptr(), *cosines.shape, out.data_ptr(), self.parallel)
 
-    def tally(self, norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums) -> None:
+    def tally(
+        self, norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums
+    ) -> None:
         """Fill `out` and add to the histogram; all contiguous. See `kernels.tally`."""
         assert self.functions is not None
         sites, phases, vectors = norms.shape
@@ -98,7 +100,9 @@ def _built() -> Path:
         raise RuntimeError("no C++ compiler: neither g++ nor clang++ is installed")
     if sys.byteorder != "little" or sys.platform == "win32":
         raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True
+    ).stdout
     key = "\0".join([SOURCE.read_text(), *FLAGS, version, _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     path = folder / f"project-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
