@@ -73,9 +73,6 @@ class NullEnsemble:
         chosen = (((index * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)) >> np.uint64(12)) % self.every == 0
         self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens
         self._rows.clear()
-        shapes = {key for key, chunk in self._chunks.items() if not chunk.sites}
-        if len(shapes) > 64:  # batches of ever other shapes leave no buffers behind
-            self._chunks.clear()
 
     def rows(self, vectors: int, device: torch.device) -> Tensor:
         """Indices of the chosen among a site's vectors."""
@@ -116,6 +113,7 @@ class NullEnsemble:
         """Multiply what is still waiting."""
         for key in list(self._chunks):
             self._multiply(key)
+        self._chunks.clear()  # the next batch has another number of chosen tokens
 
     def uniform(self, sites: Tensor, phases: Sequence[int], degrees: Tensor, sines: Tensor, valid: Tensor) -> None:
         """Add the uniform vector's own angles, on the same tokens.
@@ -155,7 +153,7 @@ class NullEnsemble:
         chunk.scalars.clear()
 
     def _add(self, chunk: _Chunk, cosines: Tensor, phases: list[list[int]]) -> None:
-        sums = kernels.moments(cosines.view(len(chunk.sites), -1, self.k)).to(self.home, torch.float64)
+        sums = kernels.moments(cosines.view(len(chunk.sites), -1, self.k)).to(self.home).double()
         sums.mul_(self._units).round_()
         pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(chunk.sites) for p in phases[slot]]
         slot, where = torch.tensor(pairs, device=self.home).T

@@ -155,7 +155,7 @@ class AngleStatistics:
         """Turn the batch's projections into angles and add them up."""
         for (phase, *_), pool in self._pools.items():
             if pool.sites:
-                self._add(pool.sites, phase, pool.scalars[: len(pool.sites)].to(self.home, torch.float64))
+                self._add(pool.sites, phase, pool.scalars[: len(pool.sites)].to(self.home).double())
         if self.k:
             self.null.end()
         # the scalars stay until the next batch begins, for whoever keeps them

@@ -41,13 +41,25 @@ class Sums(NamedTuple):
 
 def project(x: Tensor, units: Tensor, centered: bool, out: Tensor) -> None:
     """Norms, projections and, if wanted, norms without the mean, in the dtype of `out`."""
-    step = max(1, ELEMENTS // x.shape[1]) if x.device.type == "cpu" else max(1, len(x))
-    for i in range(0, len(x), step):
-        wide, part = x[i : i + step].to(out.dtype), out[:, i : i + step]
-        part[0] = torch.linalg.vector_norm(wide, dim=1)
-        part[1:4] = units @ wide.T
-        if centered:
-            part[4] = torch.linalg.vector_norm(wide - wide.mean(1, keepdim=True), dim=1)
+    on_cpu = x.device.type == "cpu"
+    step = min(len(x), max(1, ELEMENTS // x.shape[1])) if on_cpu else len(x)
+    room = torch.empty((step, x.shape[1]), dtype=out.dtype, device=x.device)
+    for i in range(0, len(x), max(1, step)):
+        wide, part = room[: len(x) - i].copy_(x[i : i + step]), out[:, i : i + step]
+        torch.linalg.vector_norm(wide, dim=1, out=part[0])
+        torch.mm(units, wide.T, out=part[1:4])
+        if not centered:
+            continue
+        if not on_cpu:
+            torch.linalg.vector_norm(wide - wide.mean(1, keepdim=True), dim=1, out=part[4])
+            continue
+        whole = part[0].square()
+        left = whole - part[1].square()
+        torch.sqrt(left, out=part[4])
+        few = (left <= 1e-4 * whole).nonzero()[:, 0]  # there the difference is rounding: take the mean away first
+        if len(few):
+            wide = wide[few]
+            part[4, few] = torch.linalg.vector_norm(wide - wide.mean(1, keepdim=True), dim=1)
 
 
 def gather(x: Tensor, index: Tensor, scalars: Tensor, centered: bool, out: Tensor) -> None:
@@ -71,21 +83,42 @@ def moments(cosines: Tensor, out: Tensor) -> None:
 
 def tally(norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums) -> None:
     """Fill `out` and add to the histogram. Sums of whole numbers are exact in any order."""
+    members = [(group == g).nonzero()[:, 0] for g in range(3)]
+    inside = torch.stack([group == g for g in range(3)], 1).double()
+    step = max(1, ELEMENTS // degrees[0].numel()) if degrees.device.type == "cpu" else max(1, len(degrees))
+    for i in range(0, len(degrees), step):
+        some = slice(i, i + step)
+        here = Histogram(histogram.counts, histogram.sites[some], histogram.phase)
+        _tally(norms[some], degrees[some], sines[some], members, inside, here, Sums(*(t[some] for t in out)))
+
+
+def _tally(
+    norms: Tensor,
+    degrees: Tensor,
+    sines: Tensor,
+    members: list[Tensor],
+    inside: Tensor,
+    histogram: Histogram,
+    out: Sums,
+) -> None:
+    """The same for a few sites, from the indices of each group's vectors and from what is 1 inside it, [vectors, 3]."""
     counts = (norms[:, 0] > 0) & torch.isfinite(norms[:, 0] + degrees.sum(1))
-    units = degrees.to(torch.float64) * UNIT
-    phases = range(norms.shape[1])
-    bins = ((90.0 - degrees.to(torch.float64)) * 100.0).nan_to_num_().clamp_(0, BINS - 1).to(torch.int64)
+    wide = degrees.double()
+    units = wide * UNIT
+    bins = wide.neg_().add_(90.0).mul_(100.0).nan_to_num_().clamp_(0, BINS - 1).to(torch.int64)
     bins += (histogram.sites[:, None, None] * 9 + torch.arange(3, device=bins.device)[:, None]) * BINS
     flat = bins[counts[:, None].expand_as(bins)]
-    for p in phases:
-        histogram.counts.view(-1)[(histogram.phase + p) * 3 * BINS :].index_add_(0, flat, torch.ones_like(flat))
+    for p in range(histogram.phase, histogram.phase + norms.shape[1]):
+        histogram.counts.view(-1)[p * 3 * BINS :].index_add_(0, flat, torch.ones_like(flat))
     values = torch.cat([
-        units, (units * units * (1 / UNIT)).round_(), (sines * sines * ENERGY_UNIT).round_(), units[:, :1].abs(),
-        (norms.to(torch.float64) * UNIT).round_(),
-    ], 1).masked_fill_(~counts[:, None], 0.0)  # fmt: skip
-    for g in range(3):
-        inside = (group == g) & counts
-        out.sums[:, g, 0], out.sums[:, g, 1] = inside.sum(1), (group == g).sum() - inside.sum(1)
-        out.sums[:, g, 2:] = (values * (group == g)).sum(-1)
-        out.least[:, g] = units.masked_fill(~inside[:, None], torch.inf).amin(-1)
-        out.most[:, g] = units.masked_fill(~inside[:, None], -torch.inf).amax(-1)
+        counts[:, None], ~counts[:, None], units, (units * units).mul_(1 / UNIT).round_(),
+        (sines * sines).mul_(ENERGY_UNIT).round_(), units[:, :1].abs(), (norms.double() * UNIT).round_(),
+    ], 1)  # fmt: skip
+    if not counts.all():
+        values[:, 2:].masked_fill_(~counts[:, None], 0.0)
+    out.sums.copy_((values @ inside).mT)
+    for edge, empty, reduce in ((out.least, torch.inf, torch.amin), (out.most, -torch.inf, torch.amax)):
+        seen = units.masked_fill(~counts[:, None], empty)
+        for g, rows in enumerate(members):
+            if len(rows):
+                edge[:, g] = reduce(seen.index_select(-1, rows), -1)
