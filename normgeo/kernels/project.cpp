@@ -1,8 +1,9 @@
-// One pass over hidden states: norms and projections accumulated in float64; rows gathered for the null ensemble, and the
-// moments of its angles; and what is added up of the named directions' angles. A plain C interface, called through ctypes; threads are torch's own (`torch_parallel_for`).
+// One pass over hidden states: norms and projections accumulated in float64; rows gathered for the null ensemble, and
+// the moments of its angles; and what is added up of the named directions' angles. A plain C interface, called through
+// ctypes; threads are torch's own (`torch_parallel_for`).
 //
-// Vectors are the compilers' own (GCC, Clang), so that sums are vectorized without -ffast-math: not a number stays not a
-// number, and every row is summed in the same order wherever it lies.
+// Vectors are the compilers' own (GCC, Clang), so that sums are vectorized without -ffast-math: not a number stays not
+// a number, and every row is summed in the same order wherever it lies.
 
 #include <cmath>
 #include <cstdint>
@@ -14,17 +15,17 @@
 
 namespace {
 
-typedef double Wide __attribute__((vector_size(64)));
-typedef float Lanes __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(32)));
-typedef uint16_t Shorts __attribute__((vector_size(16)));
-
-constexpr int LANES = 8;
 #ifdef __AVX512F__
-constexpr int TILE = 4;  // rows that share a load of the directions
+constexpr int LANES = 8, TILE = 4;  // TILE: rows that share a load of the directions
 #else
-constexpr int TILE = 1;
+constexpr int LANES = 4, TILE = 2;
 #endif
+
+typedef double Wide __attribute__((vector_size(8 * LANES)));
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+
 constexpr int AHEAD = 4;  // rows; short rows give the processor's own prefetcher too little to go by
 
 struct Bfloat16 { uint16_t bits; };
@@ -84,7 +85,13 @@ inline Wide load_some(const T* x, int64_t n) {  // n < LANES of them, then zeros
     return load(some);
 }
 
-inline double total(Wide v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+inline double total(Wide v) {
+    double sums[LANES];
+    std::memcpy(sums, &v, sizeof v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
 
 template <class T>
 double centered_norm(const T* x, int64_t d, double mean) {
@@ -104,7 +111,8 @@ double centered_norm(const T* x, int64_t d, double mean) {
 
 // |x|, the projections onto three unit vectors and, if wanted, |x - mean|, for rows that lie `stride` apart.
 template <class T, int ROWS>
-void project_tile(const T* x, int64_t stride, int64_t d, const double* units, double* out, int64_t plane, bool centered) {
+void project_tile(const T* x, int64_t stride, int64_t d, const double* units, double* out, int64_t plane,
+                  bool centered) {
     Wide square[ROWS] = {}, dots[ROWS][3] = {};
     auto add = [&](auto get, int64_t j, int64_t n) {
         Wide u[3];
@@ -126,8 +134,8 @@ void project_tile(const T* x, int64_t stride, int64_t d, const double* units, do
         for (int k = 0; k < 3; k++) out[(k + 1) * plane + r] = total(dots[r][k]);
         if (!centered) continue;
         const double left = squares - along * along;
-        // where little is left the difference is rounding: sum what is left itself
-        out[4 * plane + r] = left > 1e-4 * squares ? std::sqrt(left) : centered_norm(x + r * stride, d, along / std::sqrt(d));
+        const bool exact = left > 1e-4 * squares;  // where little is left the difference is rounding: sum it itself
+        out[4 * plane + r] = exact ? std::sqrt(left) : centered_norm(x + r * stride, d, along / std::sqrt(d));
     }
 }
 
@@ -299,9 +307,10 @@ bool normgeo_moments(const float* cosines, int64_t slots, int64_t rows, int64_t 
     return true;
 }
 
-// For each site and group of vectors: how many count and how many do not; sums of their three angles in degrees short of a
-// right angle, the squares, sines squared, the first's absolute values, and the norms in every phase, all in whole units;
-// the angles' extremes; and one more in the histogram's bin of every angle, in `phases` phases of site `where`, 3 in all.
+// For each site and group of vectors: how many count and how many do not; sums of their three angles in degrees short
+// of a right angle, the squares, sines squared, the first's absolute values, and the norms in every phase, all in whole
+// units; the angles' extremes; and one more in the histogram's bin of every angle, in the `phases` phases from `phase`
+// on, of the 3 of site `where`.
 bool normgeo_tally(const float* norms, const float* degrees, const double* sines, const uint8_t* group, int64_t sites,
                    int64_t vectors, int64_t phases, const int64_t* where, int64_t phase, double* sums, double* least,
                    double* most, int64_t* histogram, void* parallel) {
