@@ -122,6 +122,9 @@ def convert(
     keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
     padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
+    by_shard: Annotated[
+        bool | None, typer.Option("--by-shard/--in-memory", help="Tensor by tensor. [default: where memory is short]")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
 ) -> None:
@@ -131,7 +134,8 @@ def convert(
     _quiet()
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
-        fold_affine=fold, padded=padded, revision=revision, trust_remote_code=trust_remote_code, announce=console.print,
+        fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,
+        announce=console.print,
     )  # fmt: skip
     console.print(
         f"{len(conversion.replaced)} norms replaced, {len(conversion.kept)} kept, "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from torch import Tensor
@@ -14,7 +17,8 @@ from transformers import PreTrainedModel
 from normgeo.checkpoint import new_directory, save
 from normgeo.conversion import Conversion, convert
 from normgeo.errors import ConversionError, DataError
-from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context
+from normgeo.models import EMBEDDED, explained, load_model, load_tokenizer, max_context
+from normgeo.sharded import convert_sharded
 from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]
@@ -33,6 +37,7 @@ def convert_checkpoint(
     keep_tie: bool = False,
     fold_affine: bool = False,
     padded: bool = False,
+    by_shard: bool | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     announce: Callable[[str], Any] = lambda line: None,
@@ -51,6 +56,8 @@ def convert_checkpoint(
         keep_tie: as for `convert`, like the next two.
         fold_affine: see there.
         padded: see there.
+        by_shard: convert tensor by tensor, with the memory of one shard, certified on the model's first layers; None
+            does so where float64 copies of the whole model would not fit into memory.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the repository's own code.
         announce: takes a line for each step.
@@ -68,6 +75,15 @@ def convert_checkpoint(
         raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
     with new_directory(out, keep=False):
         pass  # say that it cannot be written before hours of work
+    plain = to == "rmsnorm" and not (keep_tie or fold_affine)
+    folder = _folder(name, revision)
+    if by_shard is None:
+        by_shard = plain and _needs(folder) > _available()
+    if by_shard:
+        if not plain:
+            raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
+        announce(f"{name}: shard by shard, certified on its first layers")
+        return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model = load_model(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device, **where)
     extras = _extras(name, model, where)
@@ -80,6 +96,31 @@ def convert_checkpoint(
         model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, certify_on=batches
     )  # fmt: skip
     return conversion, save(conversion, out, extras=extras)
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Where the checkpoint is on this machine; a hub's is downloaded."""
+    local = EMBEDDED.get(name, Path(name))
+    if local.is_dir():
+        return local
+    options = {"allow_patterns": ["*.safetensors", "*.json", "*.txt", "*.model"], "revision": revision}
+    try:
+        return Path(huggingface_hub.snapshot_download(name, **options))
+    except (OSError, ValueError) as error:
+        raise explained(name, error) from error
+
+
+def _needs(folder: Path) -> int:
+    """Bytes that converting in memory takes: two models in their own dtype and four in float64."""
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return 2 * stored + 4 * 4 * stored  # float64 is four times as wide as the half precision of large models
+
+
+def _available() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return sys.maxsize
 
 
 def text_batches(

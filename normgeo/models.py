@@ -29,6 +29,7 @@ __all__ = [
     "config_and_class",
     "default_dtype",
     "example_inputs",
+    "explained",
     "load_model",
     "load_tokenizer",
     "max_context",
@@ -132,7 +133,7 @@ def load_model(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise _explained(str(name), error) from error
+        raise explained(str(name), error) from error
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if str(name) in EMBEDDED:
         model.name_or_path = str(name)
@@ -174,7 +175,8 @@ def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     return config.from_dict(raw), converted_class(model, config)
 
 
-def _explained(name: str, error: Exception) -> ModelError:
+def explained(name: str, error: Exception) -> ModelError:
+    """What is wrong with a model's name, in one line, from what loading it raised."""
     text = " ".join(str(error).split())
     low = text.lower()
     if "gated" in low or "401" in low or "403" in low:

@@ -182,13 +182,13 @@ def _sites(sites: tuple[NormSite, ...], to: Spread) -> list[NormSite]:
         prefix = next((p for p in to.assigned if site.name.startswith(f"{p}.")), None)
         group, before = group + (prefix != before), prefix
         for name, i in to.numbered(site.name):
-            layer = i if i is not None else _depth(site, to) if site.role == "final" else site.layer
+            layer = i if i is not None else _depth(site, to) if site.role in ("final", "head") else site.layer
             found.append(((group, -1 if i is None else i, number), replace(site, name=name, layer=layer)))
     return [site for _, site in sorted(found, key=lambda pair: pair[0])]
 
 
 def _depth(site: NormSite, to: Spread) -> int:
-    """The number of layers before a final norm: of the list whose name has most in common with its own."""
+    """The number of layers before a norm behind them: of the list whose name has most in common with its own."""
 
     def common(prefix: str) -> int:
         pairs = zip(prefix.split("."), site.name.split("."), strict=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,17 @@ class Shards:
         if not self.files:
             raise ConversionError(f"{folder} holds no safetensors weights; pickled weights are not read")
         self.folder, self.home, self.stored = folder, {}, {}
+        named = _namer(model)
         for file in self.files:
             with safe_open(folder / file, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
-                    name = _name_in(model, key)
+                    name = named(key)
                     self.home[name], self.stored[name] = file, key
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
         with safe_open(self.folder / self.home[name], "pt") as opened:
-            return opened.get_tensor(self.stored[name])
+            return opened.get_tensor(self.stored[name]).clone()  # what it gives keeps the whole file mapped
 
     def of(self, file: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one file, one after the other."""
@@ -70,19 +71,20 @@ class Shards:
                 yield name, self.read(name)
 
 
-def _name_in(model: PreTrainedModel, key: str) -> str:
-    """What transformers calls a tensor of a checkpoint in the model.
-
-    Raises:
-        ConversionError: it makes one tensor of several.
-    """
+def _namer(model: PreTrainedModel) -> Callable[[str], str]:
+    """What transformers calls a tensor of a checkpoint in the model; raises where it makes one tensor of several."""
     mapping = get_model_conversion_mapping(model)
     merging = [m for m in mapping if isinstance(m, WeightConverter)]
-    renaming = [m for m in mapping if not isinstance(m, WeightConverter)]
-    name, merged = rename_source_key(key, renaming, merging, model.base_model_prefix, model.state_dict())  # pyright: ignore
-    if merged is not None:
-        raise ConversionError(f"{key} is merged with other tensors when it is loaded; convert the model in memory")
-    return name
+    renaming: Any = [m for m in mapping if not isinstance(m, WeightConverter)]
+    known = model.state_dict()
+
+    def named(key: str) -> str:
+        name, merged = rename_source_key(key, renaming, merging, model.base_model_prefix, known)
+        if merged is not None:
+            raise ConversionError(f"{key} is merged with other tensors when it is loaded; convert the model in memory")
+        return name
+
+    return named
 
 
 def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_code: bool = False) -> Conversion:

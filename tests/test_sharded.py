@@ -1,0 +1,129 @@
+"""The gauge from a few layers, and conversion shard by shard."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from zoo import tiny
+
+from normgeo import convert, load_model
+from normgeo.cli import app
+from normgeo.errors import ConversionError
+from normgeo.gauge import find_gauge
+from normgeo.models import example_inputs
+from normgeo.shallow import shallow_gauge
+from normgeo.sharded import convert_sharded
+
+DEPTH = {
+    "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
+    "gpt_neox": {"num_hidden_layers": 5}, "vit": {"num_hidden_layers": 5}, "olmo": {"num_hidden_layers": 5},
+    "whisper": {"encoder_layers": 4, "decoder_layers": 5}, "bert": {"num_hidden_layers": 5},
+    "gpt_neo": {"num_layers": 6, "attention_types": [[["global", "local"], 3]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_two_layers_tell_the_gauge_of_all(name):
+    model = tiny(name, **DEPTH[name])
+    deep, shallow = find_gauge(model), shallow_gauge(type(model), model.config)
+    assert set(shallow.writers) == set(deep.writers)
+    assert set(shallow.readers) == set(deep.readers)
+    assert set(shallow.invisible) == set(deep.invisible)
+    assert shallow.sites == deep.sites
+    given = convert(model, gauge=shallow)
+    assert given.certificate.passed
+    assert given.recipe == convert(model).recipe
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
+    model = tiny(name, **DEPTH[name])
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
+    conversion = convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert conversion.certificate.passed
+    loaded, expected = load_model(tmp_path / "out"), convert(model).model
+    state = expected.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
+    inputs = example_inputs(model, 9)
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
+
+
+def test_layers_that_differ_are_not_guessed(tmp_path):
+    """A model whose third layer has another parameter is refused, not converted by analogy."""
+    from normgeo.shallow import empty_model, shallow_model, spread
+
+    model = tiny("gpt2", n_layer=4)
+    deep, shallow = empty_model(type(model), model.config), shallow_model(type(model), model.config)
+    deep.transformer.h[2].mlp.extra = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConversionError, match=r"transformer\.h\.2 is like none"):
+        spread(deep, shallow)
+
+
+def test_names_that_are_not_the_models_are_refused(tmp_path):
+    tiny("opt").save_pretrained(tmp_path / "in")
+    weights = load_file(tmp_path / "in" / "model.safetensors")
+    weights["other"] = torch.zeros(2)
+    save_file(weights, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match="other and 0 others"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
+    with pytest.raises(ConversionError, match="no safetensors"):
+        convert_sharded(tmp_path / "none", tmp_path / "out")
+
+
+def test_the_command_by_shard(tmp_path):
+    from typer.testing import CliRunner
+
+    tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None
+    assert "shard by shard" in result.stdout
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["layers_certified"] == 2
+    refused = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "other"), "--by-shard", "--to", "crmsnorm"])
+    assert isinstance(refused.exception, ConversionError)
+
+
+SMALL_MEMORY = """
+import resource, sys, torch, pathlib
+import transformers, normgeo.sharded, normgeo.conversion, normgeo.models
+torch.set_num_threads(1)
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[3]), used + int(sys.argv[3])))
+source, out = map(pathlib.Path, sys.argv[1:3])
+if sys.argv[4] == "by shard":
+    normgeo.sharded.convert_sharded(source, out)
+else:
+    normgeo.conversion.convert(normgeo.models.load_model(source))
+print("done")
+"""
+
+
+def test_memory_is_less_than_the_checkpoint(tmp_path):
+    """A checkpoint of 256 MB in shards of 10 MB, in a process that may use 160 MB more than its libraries."""
+    import transformers as hf
+
+    config = hf.GPT2Config(n_embd=256, n_layer=80, n_head=4, n_positions=32, vocab_size=128)
+    model = hf.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "in", max_shard_size="10MB")
+    del model
+    size = sum(path.stat().st_size for path in (tmp_path / "in").glob("*.safetensors"))
+    allowed = 160 * 2**20
+    assert size > 1.4 * allowed
+
+    def run(how):
+        command = [sys.executable, "-c", SMALL_MEMORY, tmp_path / "in", tmp_path / "out", str(allowed), how]
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+
+    result = run("by shard")
+    assert "done" in result.stdout, result.stderr[-1500:]
+    assert "done" not in run("in memory").stdout  # what the limit is there to show
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
