@@ -1,0 +1,296 @@
+"""Tiny random models of every architecture that transformers offers, generated from its own tables.
+
+The list is what transformers' auto classes name; nothing here is picked by hand. A configuration is made small by the
+meaning of its attributes' names (`RULES`): every width becomes `WIDTH`, every stack two layers deep, and so on through
+all sub-configurations. What no rule can know is in `EXCEPTIONS`. No weights are read and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from normgeo.errors import ModelError
+
+__all__ = ["TASKS", "Architecture", "architectures", "tiny", "tiny_config"]
+
+TASKS = {
+    "SEQ_TO_SEQ_CAUSAL_LM": "seq2seq",
+    "SPEECH_SEQ_2_SEQ": "speech",
+    "MASKED_LM": "masked",
+    "CAUSAL_LM": "causal",
+    "CTC": "speech",
+    "IMAGE_CLASSIFICATION": "vision",
+    "AUDIO_CLASSIFICATION": "audio",
+    "VIDEO_CLASSIFICATION": "video",
+}
+"""transformers' tables of classes with a head, the first that has a model type wins, and the task each stands for."""
+
+WIDTH, HEADS, HEAD_DIM, FFN, LAYERS, VOCABULARY = 64, 4, 16, 96, 2, 160
+MAX_PARAMETERS = 5_000_000
+"""What a tiny model may have: more means that no rule made it small."""
+
+Value = Any
+Rule = Callable[[Value, dict[str, Value]], Value]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of transformers: a model type, and the class that stands for it.
+
+    Attributes:
+        model_type: the name its configuration goes by.
+        task: what the class is for: `causal`, `masked`, `seq2seq`, `vision`, `speech`, ..., or `base` without a head.
+        cls: the name of the model's class in transformers.
+        config: the name of its configuration's class.
+    """
+
+    model_type: str
+    task: str
+    cls: str
+    config: str
+
+
+def architectures() -> list[Architecture]:
+    """Every architecture that transformers' auto classes name, one class for a model type, by model type."""
+    tables = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in TASKS]
+    rest = sorted(n for n in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING_NAMES", n))
+    ordered = [*zip(TASKS.values(), tables, strict=True), ("base", modeling_auto.MODEL_MAPPING_NAMES)]
+    ordered += [(n[10:-14].lower().replace("_", "-"), getattr(modeling_auto, n)) for n in rest]
+    found: dict[str, Architecture] = {}
+    classes: dict[str, str] = {}
+    for task, table in ordered:
+        for model_type, names in table.items():
+            name = names if isinstance(names, str) else names[0]
+            if model_type in found or model_type not in CONFIG_MAPPING_NAMES or classes.get(name):
+                continue
+            classes[name] = model_type
+            found[model_type] = Architecture(model_type, task, name, CONFIG_MAPPING_NAMES[model_type])
+    return [found[k] for k in sorted(found)]
+
+
+def _each(value: Value, make: Callable[[Value], Value]) -> Value:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(v, make) for v in value)
+    return make(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _flat(value: Value) -> Iterator[Value]:
+    if isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _flat(v)
+    else:
+        yield value
+
+
+def _to(size: int) -> Rule:
+    """This size; in a list of stages: a quarter of it for the smallest value, doubled for every larger one."""
+
+    def rule(value: Value, _: dict[str, Value]) -> Value:
+        order = sorted({v for v in _flat(value) if isinstance(v, int) and v > 0})
+        if len(order) > 1:
+            return _each(value, lambda v: size // 4 * 2 ** order.index(v) if v > 0 else v)
+        return _each(value, lambda v: size if v > 0 else v)
+
+    return rule
+
+
+def _all(size: int) -> Rule:
+    return lambda value, _: _each(value, lambda v: size if v > 0 else v)
+
+
+def _at_most(size: int) -> Rule:
+    return lambda value, _: _each(value, lambda v: min(v, size))
+
+
+def _leave(value: Value, _: dict[str, Value]) -> Value:
+    return value
+
+
+def _depth(value: Value, config: dict[str, Value]) -> Value:
+    return _each(value, lambda v: len(_kept_layers(config)) if v == _n_layers(config) else min(v, LAYERS))
+
+
+def _key_value_heads(value: Value, config: dict[str, Value]) -> Value:
+    """As many as query heads where that is so in the original, else half as many."""
+    queries = [v for k, v in config.items() if re.fullmatch(r".*(attention_heads|n_heads|num_heads)", k)]
+    return _each(value, lambda v: HEADS if v in queries else min(v, HEADS // 2))
+
+
+def _index(value: Value, _: dict[str, Value]) -> Value:
+    """A layer's index, or a list of them: none beyond the layers that are left."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(dict.fromkeys(min(v, LAYERS - 1) if isinstance(v, int) else v for v in value))
+    return _each(value, lambda v: min(v, LAYERS - 1))
+
+
+def _rope(value: Value, config: dict[str, Value]) -> Value:
+    """Sections of a rotary embedding, scaled to the head's width; they are in a dictionary, or in one for each kind."""
+    if isinstance(value, dict):
+        return {k: _rope(v, config) if isinstance(v, dict) or k == "mrope_section" else v for k, v in value.items()}
+    if not isinstance(value, (list, tuple)) or not value:
+        return value
+    half = int(HEAD_DIM // 2 * config.get("partial_rotary_factor", 1.0))
+    rest = [max(1, round(half * v / sum(value))) for v in value[1:]]
+    return [half - sum(rest), *rest]
+
+
+def _special(name: str) -> Rule:
+    """Special tokens that were beyond the small vocabulary: the usual three first, the others at its end."""
+    first = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
+
+    def rule(value: Value, config: dict[str, Value]) -> Value:
+        names = [k for k in config if SPECIAL.fullmatch(k)]
+        place = first.get(SPECIAL.fullmatch(name)[1], VOCABULARY - 1 - names.index(name))
+        return _each(value, lambda v: place if v >= VOCABULARY - len(names) else v)
+
+    return rule
+
+
+SPECIAL = re.compile(r"(.+)_token_(?:id|index|ids)")
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
+    (r".*(_indexes|_indices|_layers_indices|_layer_id|_feature_layer|only_layers|extract_layers|hook_ids)", _index),
+    (r"out_features|stage_names|_out_.*", _leave),
+    (r"rope_parameters|rope_scaling|mrope_section", _rope),
+    (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
+    (r"num_kv_shared_layers", _at_most(0)),
+    (r"depths|block_sizes|.*num_blocks|.*layers_per_stage|blocks_per_stage|stage_numb_of_layers", _at_most(LAYERS)),
+    (r"(.*_)?(num_layers|layers?|n_layers?|num_hidden_layers|depth|decoder_blocks|num_hidden_groups)", _depth),
+    (r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_value_groups)", _key_value_heads),
+    (r"linear_num_(key|value)_heads", _all(HEADS)),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", _all(2 * WIDTH // HEAD_DIM)),
+    (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
+    (r"qk_head_dim|index_head_dim", _all(2 * HEAD_DIM)),
+    (r"rotary_dim", _all(HEAD_DIM // 2)),
+    (r"(.*_)?(head_dim|head_size|d_head|dim_head|d_kv|attention_key_size|key_dim|kv_channels)", _all(HEAD_DIM)),
+    (r".*_rank|time_step_rank", _all(HEAD_DIM)),
+    (r"(.*_)?(vocab_size|vocab_size_per_layer_input|codebook_size)", _at_most(VOCABULARY)),
+    (SPECIAL.pattern, _leave),
+    (r"(.*_)?(n_positions|max_position_embeddings|max_seq_len|max_sequence_length|max_target_positions)", _at_most(128)),
+    (r"block_size|seq_length|.*chunk_size|.*attention_window|sliding_window.*|local_attention", _at_most(32)),
+    (r"max_source_positions", _at_most(32)),
+    (r"(.*_)?(image_size|img_size|crop_size|input_size|spec_size)", _at_most(64)),
+    (r"(.*_)?patch_sizes?", _at_most(8)),
+    (r"(num|n)_(local|routed)?_?experts|moe_num_experts|num_experts", _at_most(4)),
+    (r".*experts_per_tok(en)?|moe_k|moe_topk|top_k|moe_top_k|.*shared_experts", _at_most(2)),
+    (r"n_group|topk_group|num_expert_group", _at_most(1)),
+    (r"num_queries|num_query_tokens|num_latents|num_denoising|.*n_latents", _at_most(8)),
+    (r"num_mel_bins|feature_size|num_mels|input_feat.*", _at_most(16)),
+    (r".*(state_size|d_state)", _at_most(16)),
+    (r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|n_inner|dim_feedforward|"
+     r"feedforward_dim|mlp_hidden_size|intermediate_dim|feed_forward_hidden_size)", _to(FFN)),
+    (r"(.*_)?(hidden_sizes?|d_model|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
+     r"projection_size|emb_dim|proj_dim|.*projection_dim|embed_dim_per_stage|backbone_channel_list|emb_size|"
+     r"conv_channels|mid_channels|channel_list|layer_channels|hidden_dimension|.*_proj_size|project_dim)", _to(WIDTH)),
+    (r"initializer_range|init_std", lambda value, _: 0.1),
+)  # fmt: skip
+"""What to do with an attribute, by its whole name; the first rule that matches says."""
+
+EXCEPTIONS: dict[str, dict[str, Value]] = {}
+"""By model type: what no rule over names can know."""
+
+
+def _n_layers(config: dict[str, Value]) -> int | None:
+    return next((config[k] for k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if k in config), None)
+
+
+def _per_layer(config: dict[str, Value]) -> list[str]:
+    """Names of the lists with one entry a layer."""
+    depth = _n_layers(config)
+    if not isinstance(depth, int) or depth <= 4:
+        return []
+    return [k for k, v in config.items() if isinstance(v, (list, tuple)) and len(v) == depth and k[0] != "_"]
+
+
+def _kept_layers(config: dict[str, Value]) -> list[int]:
+    """Which layers stay: the first of every kind that the lists with one entry a layer tell apart, two at least."""
+    lists = [config[k] for k in _per_layer(config)]
+    depth = _n_layers(config)
+    if not isinstance(depth, int):
+        return list(range(LAYERS))
+    kinds: dict[str, int] = {}
+    for i in range(depth):
+        kinds.setdefault(str([v[i] for v in lists if isinstance(v[i], str)]), i)
+    kept = sorted(kinds.values())[:4]
+    return kept if len(kept) >= min(LAYERS, depth) else [0, *kept][-1:] + [min(1, depth - 1)] if depth > 1 else [0]
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration, small.
+
+    Raises:
+        ModelError: the configuration's class does not accept the small values.
+    """
+    values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    layers, lists, changed = _kept_layers(values), _per_layer(values), {}
+    for name, value in values.items():
+        if isinstance(value, PretrainedConfig):
+            changed[name] = tiny_config(value)
+        elif name in lists:
+            changed[name] = type(value)(value[i] for i in layers)
+        elif SPECIAL.fullmatch(name):
+            changed[name] = _special(name)(value, values)
+        else:
+            rule = next((r for pattern, r in RULES if re.fullmatch(pattern, name)), _leave)
+            changed[name] = rule(value, values)
+    changed = {k: v for k, v in changed.items() if isinstance(v, PretrainedConfig) or v != values[k]}
+    changed |= EXCEPTIONS.get(config.model_type, {})
+    try:
+        return type(config)(**changed)
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise ModelError(f"{type(config).__name__} does not accept small values: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def tiny(architecture: Architecture, seed: int = 0) -> PreTrainedModel:
+    """A tiny random model of an architecture in float32, in evaluation mode, with no parameter at a special value.
+
+    Raises:
+        ModelError: it cannot be built: its configuration has no defaults, it needs a library that is not there, or it
+            does not become small.
+    """
+    cls = getattr(transformers, architecture.cls, None)
+    config_cls = getattr(transformers, architecture.config, None)
+    if cls is None or config_cls is None:
+        raise ModelError(f"transformers has no {architecture.cls} or no {architecture.config}")
+    try:
+        config = config_cls()
+    except Exception as error:  # whatever a configuration that has no defaults raises
+        raise ModelError(f"{architecture.config} has no defaults: {_line(error)}") from error
+    config = tiny_config(config)
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in cls(config).parameters())
+        if size > MAX_PARAMETERS:
+            raise ModelError(f"{architecture.cls} stays large: {size / 1e6:.0f} million parameters")
+        torch.manual_seed(seed)
+        model = cls(config).float().eval()
+    except ModelError:
+        raise
+    except Exception as error:  # whatever building a model raises
+        raise ModelError(f"{architecture.cls} cannot be built: {_line(error)}") from error
+    return perturb(model, seed)
+
+
+@torch.no_grad()
+def perturb(model: Any, seed: int = 0) -> Any:
+    """Move every vector parameter and every constant one off its initial value: gamma 1 and beta 0 hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1 or (parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())):
+            parameter += (0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    return model
