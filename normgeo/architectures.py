@@ -134,14 +134,15 @@ def _index(value: Value, _: dict[str, Value]) -> Value:
 
 
 def _rope(value: Value, config: dict[str, Value]) -> Value:
-    """Sections of a rotary embedding, scaled to the head's width; they are in a dictionary, or in one for each kind."""
-    if isinstance(value, dict):
-        return {k: _rope(v, config) if isinstance(v, dict) or k == "mrope_section" else v for k, v in value.items()}
-    if not isinstance(value, (list, tuple)) or not value:
+    """Rotary embeddings in several sections, in proportion to the head's width; nested where layers differ."""
+    if not isinstance(value, dict):
         return value
-    half = int(HEAD_DIM // 2 * config.get("partial_rotary_factor", 1.0))
-    rest = [max(1, round(half * v / sum(value))) for v in value[1:]]
-    return [half - sum(rest), *rest]
+    if any(isinstance(v, dict) for v in value.values()):
+        return {k: _rope(v, config) for k, v in value.items()}
+    sections = value.get("mrope_section", (2, 3, 3))
+    half = int(HEAD_DIM // 2 * value.get("partial_rotary_factor", 1.0))
+    rest = [max(1, int(half * v / sum(sections) + 0.5)) for v in sections[1:]]
+    return value | {"mrope_section": [half - sum(rest), *rest]}
 
 
 def _special(name: str) -> Rule:
@@ -162,7 +163,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
     (r".*(_indexes|_indices|_layers_indices|_layer_id|_feature_layer|only_layers|extract_layers|hook_ids)", _index),
     (r"out_features|stage_names|_out_.*", _leave),
-    (r"rope_parameters|rope_scaling|mrope_section", _rope),
+    (r"rope_parameters|rope_scaling", _rope),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
     (r"num_kv_shared_layers", _at_most(0)),
     (r"depths|block_sizes|.*num_blocks|.*layers_per_stage|blocks_per_stage|stage_numb_of_layers", _at_most(LAYERS)),
@@ -264,13 +265,13 @@ def tiny(architecture: Architecture, seed: int = 0) -> PreTrainedModel:
             does not become small.
     """
     cls = getattr(transformers, architecture.cls, None)
-    config_cls = getattr(transformers, architecture.config, None)
+    config_cls = getattr(cls, "config_class", None) or getattr(transformers, architecture.config, None)
     if cls is None or config_cls is None:
         raise ModelError(f"transformers has no {architecture.cls} or no {architecture.config}")
     try:
         config = config_cls()
     except Exception as error:  # whatever a configuration that has no defaults raises
-        raise ModelError(f"{architecture.config} has no defaults: {_line(error)}") from error
+        raise ModelError(f"{config_cls.__name__} has no defaults: {_line(error)}") from error
     config = tiny_config(config)
     try:
         with torch.device("meta"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -211,33 +213,90 @@ def max_context(model: PreTrainedModel) -> int | None:
 def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict[str, Tensor]:
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
 
-    Raises:
-        ModelError: the model's main input is of a kind this function cannot make.
-    """
-    config, device = model.config, model.device
-    generator = torch.Generator().manual_seed(seed)
+    Made are the main input, everything else that the forward pass requires, and the other modality of a model that
+    reads text and images side by side. A model that puts images between its tokens is given text alone.
 
-    def ids(vocabulary: int) -> Tensor:
-        return torch.randint(min(3, vocabulary - 1), vocabulary, (2, time), generator=generator).to(device)
+    Raises:
+        ModelError: the model requires an input of a kind this function cannot make.
+    """
+    config, main = model.config, model.main_input_name
+    taken = inspect.signature(model.forward).parameters
+    names = [main] if isinstance(main, str) else list(main)
+    names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    between = any(re.fullmatch(r"(image|vision|media)_(patch_)?token(_id|_index)?", name) for name in vars(config))
+    names += [n for n in ("input_ids", "pixel_values", "bbox") if n in taken and main in PAIRED and not between]
+    if config.is_encoder_decoder and "decoder_input_ids" in taken:
+        names.append("decoder_input_ids")
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {name: _example(name, model, time, generator) for name in dict.fromkeys(names)}
+    return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+
+
+PAIRED = ("input_ids", "pixel_values")
+
+
+def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
+    config = model.config
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, model.dtype)
+        return torch.randn(shape, generator=generator)
 
-    decoder = {}
-    if config.is_encoder_decoder:
-        decoder = {"decoder_input_ids": ids(config.get_text_config(decoder=True).vocab_size)}
-    main = model.main_input_name
-    if main == "input_ids":
-        return {"input_ids": ids(config.get_text_config().vocab_size), **decoder}
-    if main == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        return {"pixel_values": noise(2, getattr(config, "num_channels", 3), *size), **decoder}
-    if main == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 2 * time)
-        return {"input_features": noise(2, config.num_mel_bins, frames), **decoder}
-    if main == "input_values":
-        return {"input_values": noise(2, 4000), **decoder}
-    raise ModelError(f"{type(model).__name__} takes {main!r}, for which no example can be made; pass inputs=...")
+    if name in ("input_ids", "decoder_input_ids"):
+        text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
+        return _ids(text, (2, time), generator)
+    if name == "bbox":
+        return torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values
+    if name == "pixel_values":
+        frames = (getattr(config, "num_frames", 2),) if _takes_videos(model) else ()
+        return noise(2, *frames, *_image_shape(config))
+    if name == "pixel_values_videos":
+        return noise(2, _first(config, "frames_per_clip", "num_frames", default=2), *_image_shape(config))
+    if name == "input_features":
+        mels = _first(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim",
+                      "feature_size", default=16)  # fmt: skip
+        frames = 2 * _first(config, "max_source_positions", default=2 * time)
+        channels_first = any(isinstance(m, nn.Conv1d) and m.in_channels == mels for m in model.modules())
+        return noise(2, mels, frames) if channels_first else noise(2, frames, mels)
+    if name == "input_values":
+        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+            return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
+        channels = getattr(config, "audio_channels", None)
+        return noise(2, *([channels] if channels else []), 4000)
+    if name == "past_values":
+        return noise(2, config.context_length, config.num_input_channels)
+    raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+
+
+def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random tokens that the configuration does not name as special ones."""
+    vocabulary = getattr(text, "vocab_size", 128)
+    special = [v for k, v in vars(text).items() if re.fullmatch(r".*_token_(id|index)", k) and isinstance(v, int)]
+    plain = torch.arange(min(3, vocabulary - 1), vocabulary)
+    plain = plain[~torch.isin(plain, torch.tensor(special))]
+    return plain[torch.randint(0, len(plain), shape, generator=generator)]
+
+
+def _takes_videos(model: PreTrainedModel) -> bool:
+    return hasattr(model.config, "num_frames") or hasattr(model.config, "tubelet_size")
+
+
+def _first(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
+    """The first of these attributes that the configuration or one of those inside it has."""
+    for name in names:
+        for part in (config, *(c for c in vars(config).values() if isinstance(c, PretrainedConfig))):
+            if getattr(part, name, None) is not None:
+                return getattr(part, name)
+    inner = [_first(c, *names) for c in vars(config).values() if isinstance(c, PretrainedConfig)]
+    return next((value for value in inner if value is not None), default)
+
+
+def _image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    size = _first(config, "image_size", "img_size", "crop_size", "input_size", default=64)
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels = _first(config, "num_channels", "in_channels", "in_chans", default=3)
+    return (channels if isinstance(channels, int) else 3), height, width
 
 
 def weights_digest(model: nn.Module) -> str:
