@@ -36,7 +36,7 @@ TASKS = {
 """transformers' tables of classes with a head, the first that has a model type wins, and the task each stands for."""
 
 WIDTH, HEADS, HEAD_DIM, FFN, LAYERS, VOCABULARY = 64, 4, 16, 96, 2, 160
-MAX_PARAMETERS = 5_000_000
+MAX_PARAMETERS = 15_000_000
 """What a tiny model may have: more means that no rule made it small."""
 
 Value = Any
@@ -120,10 +120,20 @@ def _depth(value: Value, config: dict[str, Value]) -> Value:
     return _each(value, lambda v: len(_kept_layers(config)) if v == _n_layers(config) else min(v, LAYERS))
 
 
+def _head_dim(value: Value, _: dict[str, Value]) -> Value:
+    return HEAD_DIM if value == "auto" else _all(HEAD_DIM)(value, _)
+
+
 def _key_value_heads(value: Value, config: dict[str, Value]) -> Value:
     """As many as query heads where that is so in the original, else half as many."""
     queries = [v for k, v in config.items() if re.fullmatch(r".*(attention_heads|n_heads|num_heads)", k)]
-    return _each(value, lambda v: HEADS if v in queries else min(v, HEADS // 2))
+    return HEADS if value is None else _each(value, lambda v: HEADS if v in queries else min(v, HEADS // 2))
+
+
+def _width(value: Value, config: dict[str, Value]) -> Value:
+    """`WIDTH`, or a quarter of it where it is the first of several stages that double it."""
+    staged = isinstance(config.get("depths"), (list, tuple)) and not isinstance(value, (list, tuple))
+    return _to(WIDTH // 4 if staged else WIDTH)(value, config)
 
 
 def _index(value: Value, _: dict[str, Value]) -> Value:
@@ -168,20 +178,28 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_kv_shared_layers", _at_most(0)),
     (r"depths|block_sizes|.*num_blocks|.*layers_per_stage|blocks_per_stage|stage_numb_of_layers", _at_most(LAYERS)),
     (r"(.*_)?(num_layers|layers?|n_layers?|num_hidden_layers|depth|decoder_blocks|num_hidden_groups)", _depth),
-    (r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_value_groups)", _key_value_heads),
-    (r"linear_num_(key|value)_heads", _all(HEADS)),
-    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", _all(2 * WIDTH // HEAD_DIM)),
-    (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
     (r"qk_head_dim|index_head_dim", _all(2 * HEAD_DIM)),
     (r"rotary_dim", _all(HEAD_DIM // 2)),
-    (r"(.*_)?(head_dim|head_size|d_head|dim_head|d_kv|attention_key_size|key_dim|kv_channels)", _all(HEAD_DIM)),
+    (r"(.*_)?(head_dim|head_size|d_head|dim_head|d_kv|attention_key_size|key_dim|kv_channels|headdim)", _head_dim),
+    (r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_value_groups)", _key_value_heads),
+    (r"linear_num_(key|value)_heads", _all(HEADS)),
+    (r"expand|mamba_expand|mamba_ngroups|mamba_n_groups|n_groups|mamba_d_groups", _at_most(1)),
+    (r"n_mamba_heads", _at_most(2)),
+    (r"mamba_d_ssm", _all(WIDTH)),
+    (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
     (r".*_rank|time_step_rank", _all(HEAD_DIM)),
-    (r"(.*_)?(vocab_size|vocab_size_per_layer_input|codebook_size)", _at_most(VOCABULARY)),
+    (r"codebook_size", _at_most(128)),
+    (r"vocab_size", lambda value, _: VOCABULARY if value is None else min(value, VOCABULARY)),
+    (r"(.*_)?(vocab_size|vocab_size_per_layer_input|byte_group_vocab|entity_vocab)", _at_most(VOCABULARY)),
+    (r"prediction_length", lambda value, _: value or 4),
+    (r"axial_pos_embds_dim", lambda value, _: [WIDTH // 2, WIDTH // 2]),
+    (r"coordinate_size", _all(12)),
+    (r"shape_size", _all(8)),
     (SPECIAL.pattern, _leave),
     (r"(.*_)?(n_positions|max_position_embeddings|max_seq_len|max_sequence_length|max_target_positions)", _at_most(128)),
     (r"block_size|seq_length|.*chunk_size|.*attention_window|sliding_window.*|local_attention", _at_most(32)),
     (r"max_source_positions", _at_most(32)),
-    (r"(.*_)?(image_size|img_size|crop_size|input_size|spec_size)", _at_most(64)),
+    (r"(.*_)?(image_size|img_size|crop_size|input_size|spec_size)|size", _at_most(64)),
     (r"(.*_)?patch_sizes?", _at_most(8)),
     (r"(num|n)_(local|routed)?_?experts|moe_num_experts|num_experts", _at_most(4)),
     (r".*experts_per_tok(en)?|moe_k|moe_topk|top_k|moe_top_k|.*shared_experts", _at_most(2)),
@@ -191,7 +209,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".*(state_size|d_state)", _at_most(16)),
     (r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|n_inner|dim_feedforward|"
      r"feedforward_dim|mlp_hidden_size|intermediate_dim|feed_forward_hidden_size)", _to(FFN)),
-    (r"(.*_)?(hidden_sizes?|d_model|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
+    (r"embed_dim|embedding_dim|hidden_size|patch_embeds_hidden_size", _width),
+    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
      r"projection_size|emb_dim|proj_dim|.*projection_dim|embed_dim_per_stage|backbone_channel_list|emb_size|"
      r"conv_channels|mid_channels|channel_list|layer_channels|hidden_dimension|.*_proj_size|project_dim)", _to(WIDTH)),
     (r"initializer_range|init_std", lambda value, _: 0.1),
@@ -236,10 +255,10 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
     layers, lists, changed = _kept_layers(values), _per_layer(values), {}
     for name, value in values.items():
+        if name in lists:
+            value = type(value)(value[i] for i in layers)
         if isinstance(value, PretrainedConfig):
             changed[name] = tiny_config(value)
-        elif name in lists:
-            changed[name] = type(value)(value[i] for i in layers)
         elif SPECIAL.fullmatch(name):
             changed[name] = _special(name)(value, values)
         else:
@@ -272,19 +291,23 @@ def tiny(architecture: Architecture, seed: int = 0) -> PreTrainedModel:
         config = config_cls()
     except Exception as error:  # whatever a configuration that has no defaults raises
         raise ModelError(f"{config_cls.__name__} has no defaults: {_line(error)}") from error
-    config = tiny_config(config)
-    try:
-        with torch.device("meta"):
-            size = sum(p.numel() for p in cls(config).parameters())
-        if size > MAX_PARAMETERS:
-            raise ModelError(f"{architecture.cls} stays large: {size / 1e6:.0f} million parameters")
-        torch.manual_seed(seed)
-        model = cls(config).float().eval()
-    except ModelError:
-        raise
-    except Exception as error:  # whatever building a model raises
-        raise ModelError(f"{architecture.cls} cannot be built: {_line(error)}") from error
-    return perturb(model, seed)
+    return perturb(_built(cls, tiny_config(config), seed), seed)
+
+
+def _built(cls: Any, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """A model from its configuration, or from the part for text where the class takes only that."""
+    failed = ""
+    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in cls(part).parameters())
+            if size <= MAX_PARAMETERS:
+                torch.manual_seed(seed)
+                return cls(part).float().eval()
+            failed = failed or f"it stays large: {size / 1e6:.0f} million parameters"
+        except Exception as error:  # whatever building a model raises
+            failed = failed or _line(error)
+    raise ModelError(f"{cls.__name__} cannot be built: {failed}")
 
 
 @torch.no_grad()
@@ -292,6 +315,7 @@ def perturb(model: Any, seed: int = 0) -> Any:
     """Move every vector parameter and every constant one off its initial value: gamma 1 and beta 0 hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if parameter.ndim == 1 or (parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())):
+        constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+        if parameter.ndim == 1 or (parameter.ndim > 1 and constant):
             parameter += (0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter)
     return model

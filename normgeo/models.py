@@ -221,10 +221,11 @@ def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict
     """
     config, main = model.config, model.main_input_name
     taken = inspect.signature(model.forward).parameters
-    names = [main] if isinstance(main, str) else list(main)
+    names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
     names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     between = any(re.fullmatch(r"(image|vision|media)_(patch_)?token(_id|_index)?", name) for name in vars(config))
     names += [n for n in ("input_ids", "pixel_values", "bbox") if n in taken and main in PAIRED and not between]
+    names += [n for n in ("noise", "spatial_shapes") if n in taken and main == "pixel_values"]
     if config.is_encoder_decoder and "decoder_input_ids" in taken:
         names.append("decoder_input_ids")
     generator = torch.Generator().manual_seed(seed)
@@ -244,27 +245,66 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
     if name in ("input_ids", "decoder_input_ids"):
         text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
         return _ids(text, (2, time), generator)
+    if name in ("inputs_embeds", "query_embeds"):
+        return noise(2, time, config.get_text_config().hidden_size)
     if name == "bbox":
         return torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values
-    if name == "pixel_values":
-        frames = (getattr(config, "num_frames", 2),) if _takes_videos(model) else ()
-        return noise(2, *frames, *_image_shape(config))
-    if name == "pixel_values_videos":
-        return noise(2, _first(config, "frames_per_clip", "num_frames", default=2), *_image_shape(config))
+    if name in ("pixel_values", "pixel_values_videos", "hidden_states"):
+        return noise(*_pixels_shape(name, model))
+    if name in ("grid_thw", "image_grid_thw"):
+        return torch.tensor([[1, GRID, GRID]] * 2)
+    if name == "spatial_shapes":
+        return torch.tensor([[GRID, GRID]] * 2)
+    if name == "pixel_attention_mask":
+        return torch.ones(2, GRID * GRID, dtype=torch.long)
+    if name == "merge_sizes":
+        return torch.ones(2, dtype=torch.long)
+    if name == "noise":
+        _, height, width = _image_shape(config)
+        return noise(2, (height // config.patch_size) * (width // config.patch_size))
     if name == "input_features":
-        mels = _first(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim",
-                      "feature_size", default=16)  # fmt: skip
-        frames = 2 * _first(config, "max_source_positions", default=2 * time)
-        channels_first = any(isinstance(m, nn.Conv1d) and m.in_channels == mels for m in model.modules())
-        return noise(2, mels, frames) if channels_first else noise(2, frames, mels)
+        return noise(*_features_shape(model, time))
+    if name == "input_features_mask":
+        return torch.ones(2, _features_shape(model, time)[-1], dtype=torch.long)
     if name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
         channels = getattr(config, "audio_channels", None)
         return noise(2, *([channels] if channels else []), 4000)
     if name == "past_values":
-        return noise(2, config.context_length, config.num_input_channels)
+        channels = getattr(config, "num_input_channels", None)
+        return noise(2, config.context_length, *([channels] if channels else []))
+    if name == "past_values_padding":
+        return torch.zeros(2, config.context_length, dtype=torch.long)
     raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+
+
+GRID = 4
+"""Patches along each side of an image, where a model is given patches."""
+
+
+def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
+    config, taken = model.config, inspect.signature(model.forward).parameters
+    channels, height, width = _image_shape(config)
+    patch = _first(config, "patch_size", default=1)
+    patch = patch if isinstance(patch, int) else patch[-1]
+    if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
+        return 2 * GRID * GRID, channels * _first(config, "temporal_patch_size", default=1) * patch**2
+    if "spatial_shapes" in taken:
+        return 2, GRID * GRID, channels * patch**2
+    if name == "pixel_values_videos" or hasattr(config, "num_frames") or hasattr(config, "tubelet_size"):
+        return 2, _first(config, "frames_per_clip", "num_frames", default=2), channels, height, width
+    return 2, channels, height, width
+
+
+def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
+    """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
+    config = model.config
+    mels = _first(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim",
+                  "feature_size", default=16)  # fmt: skip
+    frames = 2 * _first(config, "max_source_positions", default=4 * time + 16)
+    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Linear))), None)
+    return (2, mels, frames) if isinstance(first, nn.Conv1d) and first.in_channels == mels else (2, frames, mels)
 
 
 def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -274,10 +314,6 @@ def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Genera
     plain = torch.arange(min(3, vocabulary - 1), vocabulary)
     plain = plain[~torch.isin(plain, torch.tensor(special))]
     return plain[torch.randint(0, len(plain), shape, generator=generator)]
-
-
-def _takes_videos(model: PreTrainedModel) -> bool:
-    return hasattr(model.config, "num_frames") or hasattr(model.config, "tubelet_size")
 
 
 def _first(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
