@@ -36,7 +36,7 @@ TASKS = {
 """transformers' tables of classes with a head, the first that has a model type wins, and the task each stands for."""
 
 WIDTH, HEADS, HEAD_DIM, FFN, LAYERS, VOCABULARY = 64, 4, 16, 96, 2, 160
-MAX_PARAMETERS = 15_000_000
+MAX_PARAMETERS = 16_000_000
 """What a tiny model may have: more means that no rule made it small."""
 
 Value = Any
@@ -80,7 +80,7 @@ def architectures() -> list[Architecture]:
 
 def _each(value: Value, make: Callable[[Value], Value]) -> Value:
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(v, make) for v in value)
+        return [_each(v, make) for v in value]
     return make(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -117,6 +117,7 @@ def _leave(value: Value, _: dict[str, Value]) -> Value:
 
 
 def _depth(value: Value, config: dict[str, Value]) -> Value:
+    """As many layers as are kept; in a list, or elsewhere than in the main stack, no more than two."""
     return _each(value, lambda v: len(_kept_layers(config)) if v == _n_layers(config) else min(v, LAYERS))
 
 
@@ -132,20 +133,22 @@ def _key_value_heads(value: Value, config: dict[str, Value]) -> Value:
 
 def _width(value: Value, config: dict[str, Value]) -> Value:
     """`WIDTH`, or a quarter of it where it is the first of several stages that double it."""
-    staged = isinstance(config.get("depths"), (list, tuple)) and not isinstance(value, (list, tuple))
+    staged = any(isinstance(config.get(k), (list, tuple)) for k in ("depths", "embed_dim_per_stage"))
+    staged = staged and not isinstance(value, (list, tuple))
     return _to(WIDTH // 4 if staged else WIDTH)(value, config)
 
 
-def _index(value: Value, _: dict[str, Value]) -> Value:
-    """A layer's index, or a list of them: none beyond the layers that are left."""
+def _index(value: Value, config: dict[str, Value]) -> Value:
+    """A layer's index, or a list of them: the first layers there are, where 0 stands for what comes before them."""
     if isinstance(value, (list, tuple)):
-        return type(value)(dict.fromkeys(min(v, LAYERS - 1) if isinstance(v, int) else v for v in value))
-    return _each(value, lambda v: min(v, LAYERS - 1))
+        after = int(max(value, default=0) == _n_layers(config))
+        return [v if v < 0 else k + after for k, v in enumerate(value)]
+    return _each(value, lambda v: min(v, _depth(_n_layers(config), config) - 1) if _n_layers(config) else v)
 
 
 def _rope(value: Value, config: dict[str, Value]) -> Value:
     """Rotary embeddings in several sections, in proportion to the head's width; nested where layers differ."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return value
     if any(isinstance(v, dict) for v in value.values()):
         return {k: _rope(v, config) for k, v in value.items()}
@@ -169,9 +172,11 @@ def _special(name: str) -> Rule:
 
 SPECIAL = re.compile(r"(.+)_token_(?:id|index|ids)")
 
+INDICES = r".*(_indexes|_indices|_layer_id|_feature_layer|_only_layers|extract_layers|_hook_ids)"
+
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
-    (r".*(_indexes|_indices|_layers_indices|_layer_id|_feature_layer|only_layers|extract_layers|hook_ids)", _index),
+    (INDICES, _index),
     (r"out_features|stage_names|_out_.*", _leave),
     (r"rope_parameters|rope_scaling", _rope),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
@@ -188,6 +193,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"mamba_d_ssm", _all(WIDTH)),
     (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
     (r".*_rank|time_step_rank", _all(HEAD_DIM)),
+    (r"window_size(_per_stage)?", _at_most(2)),
+    (r"n_window(_infer)?", _at_most(8)),
+    (r"upsample_groups|pad_head_dim_to_multiple_of", _all(WIDTH)),
+    (r"num_pos_feats", _all(WIDTH // 2)),
     (r"codebook_size", _at_most(128)),
     (r"vocab_size", lambda value, _: VOCABULARY if value is None else min(value, VOCABULARY)),
     (r"(.*_)?(vocab_size|vocab_size_per_layer_input|byte_group_vocab|entity_vocab)", _at_most(VOCABULARY)),
@@ -210,14 +219,20 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|n_inner|dim_feedforward|"
      r"feedforward_dim|mlp_hidden_size|intermediate_dim|feed_forward_hidden_size)", _to(FFN)),
     (r"embed_dim|embedding_dim|hidden_size|patch_embeds_hidden_size", _width),
-    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
+    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|output_channels|intra_bottleneck_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
      r"projection_size|emb_dim|proj_dim|.*projection_dim|embed_dim_per_stage|backbone_channel_list|emb_size|"
      r"conv_channels|mid_channels|channel_list|layer_channels|hidden_dimension|.*_proj_size|project_dim)", _to(WIDTH)),
     (r"initializer_range|init_std", lambda value, _: 0.1),
 )  # fmt: skip
 """What to do with an attribute, by its whole name; the first rule that matches says."""
 
-EXCEPTIONS: dict[str, dict[str, Value]] = {}
+EXCEPTIONS: dict[str, dict[str, Value]] = {
+    "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
+    "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4}},  # its defaults have no rope_theta
+    "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
+    "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
+    "xmod": {"default_language": "en_XX"},  # its defaults name none
+}
 """By model type: what no rule over names can know."""
 
 
@@ -234,16 +249,20 @@ def _per_layer(config: dict[str, Value]) -> list[str]:
 
 
 def _kept_layers(config: dict[str, Value]) -> list[int]:
-    """Which layers stay: the first of every kind that the lists with one entry a layer tell apart, two at least."""
-    lists = [config[k] for k in _per_layer(config)]
-    depth = _n_layers(config)
+    """Which layers stay: the first of every kind that the lists with one entry a layer tell apart, two at least.
+
+    Where the configuration names some layers by their indices, there are as many layers as indices.
+    """
+    lists, depth = [config[k] for k in _per_layer(config)], _n_layers(config)
     if not isinstance(depth, int):
         return list(range(LAYERS))
+    named = [len(v) for k, v in config.items() if re.fullmatch(INDICES, k) and isinstance(v, (list, tuple))]
     kinds: dict[str, int] = {}
     for i in range(depth):
         kinds.setdefault(str([v[i] for v in lists if isinstance(v[i], str)]), i)
     kept = sorted(kinds.values())[:4]
-    return kept if len(kept) >= min(LAYERS, depth) else [0, *kept][-1:] + [min(1, depth - 1)] if depth > 1 else [0]
+    more = [i for i in range(depth) if i not in kept]
+    return sorted(kept + more[: max(0, max([LAYERS, *named]) - len(kept))])
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -253,10 +272,11 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
         ModelError: the configuration's class does not accept the small values.
     """
     values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    values |= {"out_indices": getattr(config, "_out_indices", None)} if hasattr(config, "_out_indices") else {}
     layers, lists, changed = _kept_layers(values), _per_layer(values), {}
     for name, value in values.items():
         if name in lists:
-            value = type(value)(value[i] for i in layers)
+            value = [value[i] for i in layers]
         if isinstance(value, PretrainedConfig):
             changed[name] = tiny_config(value)
         elif SPECIAL.fullmatch(name):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -223,9 +225,9 @@ def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict
     taken = inspect.signature(model.forward).parameters
     names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
     names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    between = any(re.fullmatch(r"(image|vision|media)_(patch_)?token(_id|_index)?", name) for name in vars(config))
+    between = any(re.fullmatch(r"(image|vision|media).*_(id|index)", name) for c in _parts(config) for name in vars(c))
     names += [n for n in ("input_ids", "pixel_values", "bbox") if n in taken and main in PAIRED and not between]
-    names += [n for n in ("noise", "spatial_shapes") if n in taken and main == "pixel_values"]
+    names += [n for n in WITH.get(names[0] if names else "", ()) if n in taken]
     if config.is_encoder_decoder and "decoder_input_ids" in taken:
         names.append("decoder_input_ids")
     generator = torch.Generator().manual_seed(seed)
@@ -234,6 +236,12 @@ def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict
 
 
 PAIRED = ("input_ids", "pixel_values")
+WITH = {
+    "pixel_values": ("noise", "spatial_shapes", "target_sizes"),
+    "input_features": ("input_features_mask",),
+    "states": ("actions", "rewards", "returns_to_go", "timesteps"),
+}
+"""What a model takes with its main input, and needs although its signature has a default."""
 
 
 def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
@@ -242,45 +250,52 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    if name == "inputs":
+        name = "input_ids" if hasattr(config, "vocab_size") else "input_values"
     if name in ("input_ids", "decoder_input_ids"):
         text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
-        return _ids(text, (2, time), generator)
-    if name in ("inputs_embeds", "query_embeds"):
-        return noise(2, time, config.get_text_config().hidden_size)
-    if name == "bbox":
-        return torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values
-    if name in ("pixel_values", "pixel_values_videos", "hidden_states"):
-        return noise(*_pixels_shape(name, model))
-    if name in ("grid_thw", "image_grid_thw"):
-        return torch.tensor([[1, GRID, GRID]] * 2)
-    if name == "spatial_shapes":
-        return torch.tensor([[GRID, GRID]] * 2)
-    if name == "pixel_attention_mask":
-        return torch.ones(2, GRID * GRID, dtype=torch.long)
-    if name == "merge_sizes":
-        return torch.ones(2, dtype=torch.long)
-    if name == "noise":
-        _, height, width = _image_shape(config)
-        return noise(2, (height // config.patch_size) * (width // config.patch_size))
-    if name == "input_features":
-        return noise(*_features_shape(model, time))
-    if name == "input_features_mask":
-        return torch.ones(2, _features_shape(model, time)[-1], dtype=torch.long)
+        rows = 2 * getattr(text, "num_codebooks", 1) if hasattr(text, "audio_channels") else 2
+        return _ids(text, (rows, time), generator)
     if name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
         channels = getattr(config, "audio_channels", None)
         return noise(2, *([channels] if channels else []), 4000)
-    if name == "past_values":
-        channels = getattr(config, "num_input_channels", None)
-        return noise(2, config.context_length, *([channels] if channels else []))
-    if name == "past_values_padding":
-        return torch.zeros(2, config.context_length, dtype=torch.long)
-    raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+    simple: dict[str, Callable[[], Tensor]] = {
+        "inputs_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
+        "query_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
+        "bbox": lambda: torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values,
+        "pixel_values": lambda: noise(*_pixels_shape(name, model)),
+        "pixel_values_videos": lambda: noise(*_pixels_shape(name, model)),
+        "hidden_states": lambda: noise(*_pixels_shape(name, model)),
+        "grid_thw": lambda: torch.tensor([[1, GRID, GRID]] * 2),
+        "image_grid_thw": lambda: torch.tensor([[1, GRID, GRID]] * 2),
+        "spatial_shapes": lambda: torch.tensor([[GRID, GRID]] * 2),
+        "target_sizes": lambda: torch.tensor([[GRID, GRID]] * 2),
+        "pixel_attention_mask": lambda: torch.ones(2, GRID * GRID, dtype=torch.long),
+        "merge_sizes": lambda: torch.ones(2, dtype=torch.long),
+        "noise": lambda: noise(2, math.prod(s // config.patch_size for s in _image_shape(config)[1:])),
+        "input_features": lambda: noise(*_features_shape(model, time)),
+        "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
+        "past_values": lambda: noise(2, config.context_length, *_series_channels(config)),
+        "past_values_padding": lambda: torch.zeros(2, config.context_length, dtype=torch.long),
+        "states": lambda: noise(2, time, config.state_dim),
+        "actions": lambda: noise(2, time, config.act_dim),
+        "rewards": lambda: noise(2, time, 1),
+        "returns_to_go": lambda: noise(2, time, 1),
+        "timesteps": lambda: torch.arange(time).expand(2, time),
+    }
+    if name not in simple:
+        raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+    return simple[name]()
 
 
 GRID = 4
 """Patches along each side of an image, where a model is given patches."""
+
+
+def _series_channels(config: PretrainedConfig) -> tuple[int, ...]:
+    return (config.num_input_channels,) if hasattr(config, "num_input_channels") else ()
 
 
 def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
@@ -288,23 +303,36 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     channels, height, width = _image_shape(config)
     patch = _first(config, "patch_size", default=1)
     patch = patch if isinstance(patch, int) else patch[-1]
+    first = _first_map(model)
     if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
-        return 2 * GRID * GRID, channels * _first(config, "temporal_patch_size", default=1) * patch**2
+        if isinstance(first, nn.Conv2d):
+            return 2 * GRID * GRID, channels, patch, patch
+        flat = channels * _first(config, "temporal_patch_size", default=1) * patch**2
+        return 2 * GRID * GRID, first.in_features if isinstance(first, nn.Linear) else flat
     if "spatial_shapes" in taken:
         return 2, GRID * GRID, channels * patch**2
-    if name == "pixel_values_videos" or hasattr(config, "num_frames") or hasattr(config, "tubelet_size"):
+    if "target_sizes" in taken:
+        return 2, channels, patch, patch * GRID * GRID
+    if name == "pixel_values_videos" or _first(config, "num_frames", "tubelet_size") is not None:
         return 2, _first(config, "frames_per_clip", "num_frames", default=2), channels, height, width
     return 2, channels, height, width
 
 
+def _first_map(model: nn.Module) -> nn.Module | None:
+    return next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear))), None)
+
+
+def _frames(model: PreTrainedModel, time: int) -> int:
+    return 2 * _first(model.config, "max_source_positions", default=8 * (time // 2 + 2))
+
+
 def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
     """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
-    config = model.config
-    mels = _first(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim",
-                  "feature_size", default=16)  # fmt: skip
-    frames = 2 * _first(config, "max_source_positions", default=4 * time + 16)
-    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Linear))), None)
-    return (2, mels, frames) if isinstance(first, nn.Conv1d) and first.in_channels == mels else (2, frames, mels)
+    config, first = model.config, _first_map(model)
+    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
+    mels = first.in_features if isinstance(first, nn.Linear) else _first(config, *names, default=16)
+    channels = isinstance(first, nn.Conv1d) and _first(config, "num_mel_bins") == first.in_channels
+    return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
 
 
 def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -316,14 +344,18 @@ def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Genera
     return plain[torch.randint(0, len(plain), shape, generator=generator)]
 
 
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A configuration and, after it, all those inside it."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            yield from _parts(part)
+
+
 def _first(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
     """The first of these attributes that the configuration or one of those inside it has."""
-    for name in names:
-        for part in (config, *(c for c in vars(config).values() if isinstance(c, PretrainedConfig))):
-            if getattr(part, name, None) is not None:
-                return getattr(part, name)
-    inner = [_first(c, *names) for c in vars(config).values() if isinstance(c, PretrainedConfig)]
-    return next((value for value in inner if value is not None), default)
+    values = (getattr(part, name, None) for name in names for part in _parts(config))
+    return next((value for value in values if value is not None), default)
 
 
 def _image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
