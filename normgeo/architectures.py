@@ -36,7 +36,7 @@ TASKS = {
 """transformers' tables of classes with a head, the first that has a model type wins, and the task each stands for."""
 
 WIDTH, HEADS, HEAD_DIM, FFN, LAYERS, VOCABULARY = 64, 4, 16, 96, 2, 160
-MAX_PARAMETERS = 16_000_000
+MAX_PARAMETERS = 15_000_000
 """What a tiny model may have: more means that no rule made it small."""
 
 Value = Any
@@ -193,7 +193,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"mamba_d_ssm", _all(WIDTH)),
     (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
     (r".*_rank|time_step_rank", _all(HEAD_DIM)),
-    (r"window_size(_per_stage)?", _at_most(2)),
+    (r"window_size", lambda value, _: 2 if isinstance(value, int) and value <= 32 else value),
     (r"n_window(_infer)?", _at_most(8)),
     (r"upsample_groups|pad_head_dim_to_multiple_of", _all(WIDTH)),
     (r"num_pos_feats", _all(WIDTH // 2)),
@@ -219,7 +219,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|n_inner|dim_feedforward|"
      r"feedforward_dim|mlp_hidden_size|intermediate_dim|feed_forward_hidden_size)", _to(FFN)),
     (r"embed_dim|embedding_dim|hidden_size|patch_embeds_hidden_size", _width),
-    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|output_channels|intra_bottleneck_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
+    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|output_channels|post_conv_in_channels|intra_bottleneck_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
      r"projection_size|emb_dim|proj_dim|.*projection_dim|embed_dim_per_stage|backbone_channel_list|emb_size|"
      r"conv_channels|mid_channels|channel_list|layer_channels|hidden_dimension|.*_proj_size|project_dim)", _to(WIDTH)),
     (r"initializer_range|init_std", lambda value, _: 0.1),
@@ -228,7 +228,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 EXCEPTIONS: dict[str, dict[str, Value]] = {
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
-    "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4}},  # its defaults have no rope_theta
+    "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its defaults have no rope_theta
     "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
     "xmod": {"default_language": "en_XX"},  # its defaults name none
@@ -284,10 +284,10 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
         else:
             rule = next((r for pattern, r in RULES if re.fullmatch(pattern, name)), _leave)
             changed[name] = rule(value, values)
-    changed = {k: v for k, v in changed.items() if isinstance(v, PretrainedConfig) or v != values[k]}
-    changed |= EXCEPTIONS.get(config.model_type, {})
     try:
-        return type(config)(**changed)
+        usual = vars(type(config)())
+        changed = {k: v for k, v in changed.items() if isinstance(v, PretrainedConfig) or v != usual.get(k)}
+        return type(config)(**(changed | EXCEPTIONS.get(config.model_type, {})))
     except Exception as error:  # whatever a configuration's own checks raise
         raise ModelError(f"{type(config).__name__} does not accept small values: {_line(error)}") from error
 

@@ -330,7 +330,8 @@ def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
     """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
     config, first = model.config, _first_map(model)
     names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
-    mels = first.in_features if isinstance(first, nn.Linear) else _first(config, *names, default=16)
+    known = [v for v in (_first(config, n) for n in names) if v is not None] or [16]
+    mels = first.in_features if isinstance(first, nn.Linear) and first.in_features in known else known[0]
     channels = isinstance(first, nn.Conv1d) and _first(config, "num_mel_bins") == first.in_channels
     return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
 
