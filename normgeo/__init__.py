@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normgeo.angles import AngleTable, measure_angles
-    from normgeo.conversion import Conversion, convert
+    from normgeo.conversion import Conversion, convert, decompress
     from normgeo.errors import NormGeoError
+    from normgeo.gauge import find_gauge
     from normgeo.geometry import Directions, angle, standardize, uniform_vector
     from normgeo.models import load_model, load_tokenizer
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
@@ -32,6 +33,8 @@ __all__ = [
     "TokenStream",
     "angle",
     "convert",
+    "decompress",
+    "find_gauge",
     "find_sites",
     "load_model",
     "load_tokenizer",
@@ -42,8 +45,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Conversion": "conversion",
-    "convert": "conversion",
+    "Conversion": "conversion", "convert": "conversion", "decompress": "conversion", "find_gauge": "gauge",
     "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
     "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",

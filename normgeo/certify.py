@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from normgeo.gauge import outputs_of
 from normgeo.models import example_inputs
+from normgeo.probing import outputs_of
 
 __all__ = ["Certificate", "certificate_inputs", "certify"]
 

@@ -1,34 +1,40 @@
-r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm one (*Pre-RMSNorm* section 3.1).
+r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm or Pre-CRMSNorm one (*Pre-RMSNorm* section 3).
 
-1. Center every writer of the gauge in float64 (lemma 3.1).
-2. Where a stream still has a mean that no parameter carries (an embedding LayerNorm's gamma * y, a table in a buffer),
-   recenter the earliest activation whose mean no output of the model sees.
+1. Center every writer of the gauge in float64 (lemma 3.1), scales like LayerScale folded into it first.
+2. Where a stream still has a mean that no parameter carries (an embedding LayerNorm's gamma * y, a Post-LN block's
+   residual), recenter the earliest activation whose mean no output of the model sees.
 3. Replace every LayerNorm whose input then has zero mean by RMSNorm with the same gamma, beta and eps.
-4. Certify the result; a conversion that is not equal is an error and gives no model.
+4. For CRMSNorm, or when asked, fold gamma and beta into the readers; for CRMSNorm drop what is redundant (section 3.2).
+5. Certify the result; a conversion that is not equal is an error and gives no model.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from normgeo.centering import SIDE, center_all
 from normgeo.certify import Certificate, certificate_inputs, certify
+from normgeo.compression import compress, expand, fold
+from normgeo.converted import rebuild
 from normgeo.errors import ConversionError
-from normgeo.gauge import INVISIBLE, Gauge, Place, center, find_gauge, float64_copy, outputs_of, site_inputs, untie
+from normgeo.gauge import INVISIBLE, Gauge, find_gauge
 from normgeo.models import example_inputs
-from normgeo.norms import RMSNorm
-from normgeo.sites import NormSite
+from normgeo.probing import Place, float64_copy, tied, untie
+from normgeo.sites import NormSite, find_sites
 
-__all__ = ["Conversion", "convert"]
+__all__ = ["Conversion", "convert", "decompress"]
 
-SIDE = ("qk", "inner", "head")
+
+REMEDY = {
+    "quantization_config": "its weights are quantized: load it without quantization",
+    "peft_config": "it has adapters that are not merged: call merge_and_unload() first",
+}
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,11 @@ class Conversion:
     Attributes:
         model: the converted copy, in the original's dtype.
         certificate: how equal it is.
-        replaced: sites that are RMSNorm now.
+        replaced: sites that are RMSNorm or CRMSNorm now.
         kept: sites of the main branch that stay LayerNorm, and why.
         untouched: norms off the main branch (q/k norms, a head's own norm) that stay as they are.
-        recentered: places that are recentered explicitly: a module's name, and whether its input or output.
+        recentered: places that are recentered explicitly; each costs what mean subtraction cost in one LayerNorm.
+        recipe: the structure of the converted model, as `converted.rebuild` takes it.
     """
 
     model: PreTrainedModel
@@ -50,29 +57,7 @@ class Conversion:
     kept: dict[str, str]
     untouched: tuple[NormSite, ...]
     recentered: tuple[Place, ...]
-
-
-def _recentered(value: Any) -> Any:
-    """Recenter(x) = x - mu(x) 1 of a tensor, or of the first of several (*Pre-RMSNorm* section 3.1)."""
-    if isinstance(value, tuple):
-        return (_recentered(value[0]), *value[1:])
-    wide = value if value.dtype == torch.float64 else value.float()
-    return (wide - wide.mean(-1, keepdim=True)).to(value.dtype)
-
-
-def _recenter_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _recentered(output)
-
-
-def _recenter_input(_: nn.Module, args: tuple[Any, ...]) -> Any:
-    return _recentered(args)
-
-
-def _recenter_at(model: nn.Module, place: Place) -> RemovableHandle:
-    module = model.get_submodule(place[0])
-    if place[1] == "input":
-        return module.register_forward_pre_hook(_recenter_input)
-    return module.register_forward_hook(_recenter_output)
+    recipe: dict[str, Any]
 
 
 @torch.no_grad()
@@ -80,17 +65,27 @@ def convert(
     model: PreTrainedModel,
     to: str = "rmsnorm",
     inputs: dict[str, Tensor] | None = None,
+    *,
+    keep_tie: bool = False,
+    fold_affine: bool = False,
+    padded: bool = False,
+    gauge: Gauge | None = None,
 ) -> Conversion:
-    """Convert the LayerNorms of a model to RMSNorms without changing its outputs.
+    """Convert the LayerNorms of a model to RMSNorms or CRMSNorms without changing its outputs.
 
     Args:
         model: any transformers model; it is never changed.
-        to: `rmsnorm`, or `naive-rmsnorm`: swap the norms and recenter nothing. The naive swap is not equal and is not
-            certified as such; it is there for comparison.
+        to: `rmsnorm`; `crmsnorm`: streams of width d - 1; or `naive-rmsnorm`: swap the norms and recenter nothing. The
+            naive swap is not equal and is not certified as such; it is there for comparison.
         inputs: a small input; made from the configuration when None.
+        keep_tie: keep a head tied to a centered embedding, through a correction of rank one; else it is untied.
+        fold_affine: fold gamma and beta into what reads the norm, where that is possible (always so for CRMSNorm).
+        padded: for CRMSNorm keep width d, the last number zero: for devices that are slow at odd widths.
+        gauge: the model's gauge, where it is known already.
 
     Raises:
-        ConversionError: there is no LayerNorm, none could be replaced, or the certificate failed.
+        ConversionError: there is no LayerNorm, none could be replaced, the weights are not plain numbers, or the
+            certificate failed.
         ModelError: outputs are NaN, or random.
 
     >>> from normgeo import convert, load_model
@@ -98,36 +93,32 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    if to not in ("rmsnorm", "naive-rmsnorm"):
-        raise ConversionError(f"convert to rmsnorm or naive-rmsnorm, not {to!r}")
+    _check(model, to, keep_tie, padded)
     inputs = example_inputs(model) if inputs is None else inputs
-    with torch.enable_grad():
-        gauge = find_gauge(model, inputs)
-    layernorms = [site for site in gauge.sites if site.kind == "layernorm"]
-    if not layernorms:
+    if gauge is None:
+        with torch.enable_grad():
+            gauge = find_gauge(model, inputs)
+    if not gauge.layernorms:
         raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
     exact = float64_copy(model)
-    recentered: list[Place] = []
-    if to == "rmsnorm":
-        _center_writers(exact, gauge)
-        recentered = _recenter_sources(exact, gauge, layernorms, inputs)
-        means = _site_means(exact, layernorms, inputs)
-    else:
-        means = {site.name: 0.0 for site in layernorms}
-    main = layernorms if to == "rmsnorm" else [site for site in layernorms if site.role not in SIDE]
-    chosen = [site for site in main if means[site.name] < INVISIBLE]
-    others = [site for site in layernorms if site not in chosen]
-    untouched = tuple(site for site in others if site.role in SIDE)
-    kept = {site.key: _reason(site, means) for site in others if site.role not in SIDE}
-    if not chosen:
-        raise ConversionError("no LayerNorm can be replaced: " + "; ".join(f"{k}: {v}" for k, v in kept.items()))
-    for site in {site.name: site for site in chosen}.values():
-        _replace(exact, site)
-    converted = _in_dtype(model, exact, chosen, recentered)
+    recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
+    means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
+    chosen, kept, untouched = _sorted(gauge, means, to)
+    recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site) for site in chosen}
+    _replace(exact, chosen, recipe)
+    if to == "crmsnorm" or fold_affine:
+        fold(exact, gauge, {site.name for site in chosen}, inputs, recipe)
+    if to == "crmsnorm":
+        if kept:
+            raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(kept))
+        compress(exact, gauge, inputs, recipe, padded=padded)
+    converted = _in_dtype(model, exact, recipe, keep_tie)
+    as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
+    recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
     certificate = certify(
-        float64_copy(model), exact, model, converted, [inputs, *_more(model)],
-        site_mean=max(means[site.name] for site in chosen), counts=counts,
+        float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
+        site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
     )  # fmt: skip
     if to == "naive-rmsnorm":
         certificate = replace(certificate, passed=False)
@@ -136,114 +127,121 @@ def convert(
             f"the conversion is not equal to its original: relative error {certificate.error_rel:.1e} in float64, "
             f"allowed {certificate.tolerance:.0e}; nothing was converted"
         )
-    return Conversion(converted, certificate, tuple(chosen), kept, untouched, tuple(recentered))
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), recentered, recipe)
 
 
-def _more(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    try:
-        return certificate_inputs(model)
-    except Exception:  # a model that takes inputs only its user can make: the user's are what there is
-        return []
+@torch.no_grad()
+def decompress(model: PreTrainedModel) -> Conversion:
+    """Turn a Pre-CRMSNorm model back into the Pre-RMSNorm one of width d, in which gamma and beta stay folded.
+
+    Args:
+        model: a model that `convert(..., to="crmsnorm")` made; it is not changed.
+
+    Raises:
+        ConversionError: it is no such model, or the certificate failed.
+
+    >>> from normgeo import convert, decompress, load_model
+    >>> compressed = convert(load_model("embedded-layernorm"), to="crmsnorm")
+    >>> decompress(compressed.model).certificate.passed
+    True
+    """
+    recipe = copy.deepcopy(getattr(model.config, "normgeo", {}))
+    if recipe.get("to") != "crmsnorm":
+        raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")
+    exact = float64_copy(model)
+    expand(exact, recipe)
+    recipe["shapes"] = {}
+    exact.config.normgeo = recipe
+    result = copy.deepcopy(exact)
+    dtypes = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    for name, value in [*result.named_parameters(), *result.named_buffers()]:
+        value.data = value.to(dtypes[name])
+    sites = [site for site in find_sites(exact) if site.name in recipe["norms"]]
+    counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
+    certificate = certify(
+        float64_copy(model), exact, model, result, certificate_inputs(model),
+        site_mean=0.0, counts=counts,
+    )  # fmt: skip
+    if not certificate.passed:
+        raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
+    places = tuple(Place(*place[:3]) for place in recipe["recenter"])
+    return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
 
 
-def _reason(site: NormSite, means: dict[str, float]) -> str:
-    return (
-        f"the mean of its input ({means[site.name]:.1e} of its rms) is seen by another reader than a LayerNorm, so "
-        "that it cannot be removed"
-    )
+def _listed(kept: dict[str, str]) -> str:
+    lines = [f"{name}: {why}" for name, why in kept.items()]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
-def _center_writers(exact: PreTrainedModel, gauge: Gauge) -> None:
-    parameters = dict(exact.named_parameters())
-    for shift in gauge.writers:
-        center(parameters[shift.parameter], shift.axis)
+def _check(model: PreTrainedModel, to: str, keep_tie: bool, padded: bool) -> None:
+    if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
+        raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
+    if keep_tie and to == "crmsnorm":
+        raise ConversionError(
+            "a compressed model cannot keep its head tied: its two weights are compressed differently"
+        )
+    if padded and to != "crmsnorm":
+        raise ConversionError("padded=True goes with to='crmsnorm'")
+    name = type(model).__name__
+    for attribute, remedy in REMEDY.items():
+        if getattr(model.config, attribute, None) or getattr(model, attribute, None):
+            raise ConversionError(f"{name} cannot be converted: {remedy}")
+    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in n for n, _ in model.named_parameters()):
+        raise ConversionError(f"{name} cannot be converted: {REMEDY['peft_config']}")
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")
+        if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ConversionError(f"{name} has packed weights: {parameter_name} is {parameter.dtype}; load it unpacked")
 
 
-def _mean_share(x: Tensor) -> float:
-    """Largest |mean| of a vector relative to the rms of all."""
-    x = x.double()
-    scale = x.pow(2).mean().sqrt().item()
-    return x.mean(-1).abs().max().item() / scale if scale > 0 else 0.0
+# --- 3: the norms -----------------------------------------------------------------------------------------------------
 
 
-def _site_means(exact: PreTrainedModel, sites: list[NormSite], inputs: dict[str, Tensor]) -> dict[str, float]:
-    with site_inputs(exact, sites) as given:
-        outputs_of(exact, inputs)
-    return {name: max(map(_mean_share, tensors), default=0.0) for name, tensors in given.items()}
+def _sorted(gauge: Gauge, means: dict[str, float], to: str) -> tuple[list[NormSite], dict[str, str], list[NormSite]]:
+    """(replaced, kept with the reason, untouched): by the mean that is left where each norm is."""
+    if to == "naive-rmsnorm":
+        chosen = [site for site in gauge.layernorms if site.role not in SIDE]
+    else:
+        chosen = [site for site in gauge.layernorms if means[site.name] < INVISIBLE]
+    others = [site for site in gauge.layernorms if site not in chosen]
+    untouched = [site for site in others if site.role in SIDE]
+    kept = {site.key: _reason(site, means, gauge) for site in others if site.role not in SIDE}
+    if not chosen:
+        raise ConversionError(f"no LayerNorm can be replaced: {_listed(kept)}")
+    return chosen, kept, untouched
 
 
-def _recenter_sources(
-    exact: PreTrainedModel, gauge: Gauge, sites: list[NormSite], inputs: dict[str, Tensor]
-) -> list[Place]:
-    """Recenter activations, earliest first, until no invisible mean reaches a norm; the names that needed it."""
-    main = [site for site in sites if site.role not in SIDE]
-    done: list[Place] = []
-    tried: set[Place] = set()
-    while True:
-        means = _site_means(exact, main, inputs)
-        left = {name for name, mean in means.items() if mean >= INVISIBLE}
-        if not left:
-            return done
-        source = _first_source(exact, {p for p in gauge.invisible if p not in tried}, inputs)
-        if source is None:
-            return done
-        tried.add(source)
-        handle = _recenter_at(exact, source)
-        after = _site_means(exact, main, inputs)
-        if any(after[name] < 0.9 * means[name] for name in left):
-            done.append(source)
-        else:
-            handle.remove()
+def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
+    share = f"the mean of its input ({means.get(site.name, 0.0):.1e} of its rms)"
+    if who := gauge.raw.get(site.key):
+        return f"{share} is read by {', '.join(who[:3])}{' and others' if len(who) > 3 else ''} as well"
+    return f"{share} comes from where no parameter carries it and no module's boundary lets it be removed"
 
 
-def _look_at_input(place: Place, look: Any, _: nn.Module, args: tuple[Any, ...]) -> None:
-    look(place, args)
+def _spec(norm: nn.Module, site: NormSite) -> dict[str, Any]:
+    gamma, _ = affine_of(norm, site)
+    stored: Any = getattr(norm, "weight", None)
+    is_offset = stored is not None and torch.allclose(stored + 1, gamma, rtol=1e-6, atol=1e-9)
+    return {
+        "kind": "rmsnorm", "d": site.d, "eps": site.eps, "affine": site.gain or site.bias, "bias": site.bias,
+        "offset": float(is_offset),
+    }  # fmt: skip
 
 
-def _look_at_output(place: Place, look: Any, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    look(place, output)
+def _replace(exact: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
+    """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm."""
+    values = {site.name: affine_of(exact.get_submodule(site.name), site) for site in sites}
+    rebuild(exact, {"norms": recipe["norms"]})
+    for name, (gamma, beta) in values.items():
+        new: Any = exact.get_submodule(name)
+        if new.weight is not None:
+            new.weight.copy_(gamma - new.offset)
+        if new.bias is not None:
+            new.bias.copy_(beta)
 
 
-def _first_source(exact: PreTrainedModel, places: set[Place], inputs: dict[str, Tensor]) -> Place | None:
-    """The first of these places, in the order of the pass, where there is a mean."""
-    found: list[Place] = []
-    handles = []
-
-    def look(place: Place, value: Any) -> None:
-        first = value[0] if isinstance(value, tuple) else value
-        if _mean_share(first) >= INVISIBLE:
-            found.append(place)
-
-    try:
-        for place in places:
-            module = exact.get_submodule(place[0])
-            if place[1] == "input":
-                handles.append(module.register_forward_pre_hook(partial(_look_at_input, place, look)))
-            else:
-                handles.append(module.register_forward_hook(partial(_look_at_output, place, look)))
-        outputs_of(exact, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
-
-
-def _replace(model: nn.Module, site: NormSite) -> None:
-    """Put an RMSNorm with the same gamma, beta and eps in the place of a LayerNorm."""
-    old = model.get_submodule(site.name)
-    gamma, beta = _affine(old, site)
-    like = next(model.parameters())
-    new = RMSNorm(site.d, site.eps, affine=site.gain, bias=site.bias, dtype=like.dtype, device=like.device)
-    if new.weight is not None:
-        new.weight.copy_(gamma)
-    if new.bias is not None:
-        new.bias.copy_(beta)
-    parent, _, name = site.name.rpartition(".")
-    new._forward_hooks.update(old._forward_hooks)  # it may be recentered too
-    setattr(model.get_submodule(parent), name, new.requires_grad_(False))
-
-
-def _affine(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
+def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x)."""
     like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
     x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
@@ -251,7 +249,7 @@ def _affine(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     x[:, : site.d % 2] = 0.0 if site.d % 2 else 1.0
     act = norm.forward  # without hooks: it may be recentered
     beta = act(torch.zeros_like(x))[0]
-    stored = getattr(norm, "weight", None)
+    stored: Any = getattr(norm, "weight", None)
     centered = x - x.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
     odd = (act(x) - act(-x))[0] / 2
@@ -263,17 +261,60 @@ def _affine(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     return gamma, beta
 
 
+# --- the converted model ----------------------------------------------------------------------------------------------
+
+
 def _in_dtype(
-    model: PreTrainedModel, exact: PreTrainedModel, chosen: list[NormSite], recentered: list[Place]
+    model: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any], keep_tie: bool
 ) -> PreTrainedModel:
     """The converted model in the original's own dtype: one cast of every changed parameter."""
     converted = copy.deepcopy(model)
-    untie(converted)
-    for site in {site.name: site for site in chosen}.values():
-        _replace(converted, site)
-    target, source = dict(converted.named_parameters()), dict(exact.named_parameters())
-    for name, parameter in target.items():
-        parameter.copy_(source[name])
-    for place in recentered:
-        _recenter_at(converted, place)
+    if any(not _equal(exact, group) for group in tied(converted)):
+        heads = _tied_heads(converted, exact) if keep_tie else {}
+        if heads:
+            recipe["heads"] = list(heads)
+        else:
+            untie(converted)
+    state = _values(exact, recipe)
+    recipe["shapes"] = {
+        name: list(state[name].shape) for name, value in _values(converted, recipe).items()
+        if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
+    }  # fmt: skip
+    rebuild(converted, recipe)
+    for name, value in _values(converted, recipe).items():
+        if name in state:
+            value.copy_(state[name])
+    for head in recipe.get("heads", ()):
+        mean: Any = converted.get_submodule(head).mean
+        mean.copy_(exact.get_parameter(f"{head}.weight").mean(1))
+    converted.config.normgeo = recipe
     return converted
+
+
+def _values(model: nn.Module, recipe: dict[str, Any]) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | {name: model.get_buffer(name) for name in recipe.get("tables", ())}
+
+
+def _equal(exact: PreTrainedModel, group: list[str]) -> bool:
+    first, *others = [exact.get_parameter(name) for name in group]
+    return all(first.shape == other.shape and torch.equal(first, other) for other in others)
+
+
+def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str, nn.Module]:
+    """Heads that can stay tied: linear, and tied to weights that were centered along the axis that the head reads.
+
+    Raises:
+        ConversionError: something else is tied, which no correction of the head helps.
+    """
+    heads: dict[str, nn.Module] = {}
+    for group in tied(converted):
+        if _equal(exact, group):
+            continue
+        values = {name: exact.get_parameter(name) for name in group}
+        linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
+        rest = [n for n in group if n not in linear]
+        plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
+        if not (rest and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in rest)):
+            raise ConversionError(f"{', '.join(group)} cannot stay tied: convert without keeping the tie")
+        heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
+    return heads

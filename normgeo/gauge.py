@@ -7,44 +7,53 @@ random) and P a parameter, adding a constant along an axis a of P is invisible e
     sum over a of ds/dP = 0    for all the other indices,
 
 which one backward pass in float64 decides: the ratio |sum_a ds/dP| / (|ds/dP| sqrt(d)) is about 1e-16 for a gauge
-direction and of order 1 otherwise. A second backward pass, of the means of what the norms are given, tells those that
-move a stream's mean (writers) from those that read a zero-mean vector (readers). The same test on the activations of
-modules says where a mean that no parameter carries may be removed.
+direction and of order 1 otherwise. Three tests of the same gradient give the rest. Weighted by 1/v, for a vector v of
+the model, the sum vanishes when v scales what P writes (LayerScale) before it reaches the stream; weighted by 1/gamma,
+for a norm's gain gamma (beta set to zero), when P reads that norm: W (gamma * y) does not see r (1/gamma)^T added to W,
+because y has no mean. And on the arguments and results of modules it tells where a mean that no parameter carries may
+be removed, and who reads a stream's mean.
+
+The gauge belongs to the architecture: values are made generic on the copy that is probed, so that no zero bias and no
+gain of ones hides or invents a direction.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from normgeo.converted import put
 from normgeo.errors import ModelError
 from normgeo.models import example_inputs
+from normgeo.norms import LayerNorm
+from normgeo.probing import Place, Trace, float64_copy, outputs_of, same, site_inputs, traced
 from normgeo.sites import NormSite, find_sites
 
-__all__ = ["Gauge", "Shift", "center", "find_gauge", "float64_copy", "outputs_of", "site_inputs", "untie"]
+__all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
 
 INVISIBLE = 1e-6
 """Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
 
 
-Place = tuple[str, Literal["input", "output"]]
-"""The first input or output of a module, by the module's dotted name."""
-
-
-@dataclass(frozen=True, order=True)
-class Shift:
+class Shift(NamedTuple):
     """Adding a constant to `parameter` along `axis` changes no output."""
 
     parameter: str
     axis: int
+
+
+class Reader(NamedTuple):
+    """`parameter` multiplies, along `axis`, what the norm at the site `norm` gives."""
+
+    parameter: str
+    axis: int
+    norm: str
 
 
 @dataclass(frozen=True)
@@ -53,118 +62,37 @@ class Gauge:
 
     Attributes:
         writers: shifts that move the mean of what some LayerNorm is given.
-        readers: shifts that move no mean: they multiply a vector whose mean is zero already.
-        invisible: modules of whose (first) input or output no model output sees the mean, in the order of the pass.
+        scaled: writers of another kind: what they write is multiplied by this vector parameter before it is added.
+        tables: buffers, and their axes, that write as well.
+        readers: parameters that multiply what a LayerNorm gives.
+        invisible: where a mean may be removed without any output noticing, in the order of the pass.
+        raw: for a LayerNorm whose input is read by something else too: who reads it.
         sites: the model's norms.
     """
 
     writers: tuple[Shift, ...]
-    readers: tuple[Shift, ...]
-    invisible: tuple[Place, ...]
-    sites: tuple[NormSite, ...]
+    scaled: dict[Shift, str] = field(default_factory=dict)
+    tables: tuple[Shift, ...] = ()
+    readers: tuple[Reader, ...] = ()
+    invisible: tuple[Place, ...] = ()
+    raw: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sites: tuple[NormSite, ...] = ()
+
+    @property
+    def layernorms(self) -> list[NormSite]:
+        """The sites that subtract a mean."""
+        return [site for site in self.sites if site.kind == "layernorm"]
 
 
-def untie(model: nn.Module) -> list[str]:
-    """Give every module its own copy of parameters that several modules share; the names that got a copy."""
-    seen: set[int] = set()
-    copied = []
-    for prefix, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in seen:
-                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-                copied.append(f"{prefix}.{name}".lstrip("."))
-            seen.add(id(parameter))
-    if copied and hasattr(model, "config"):
-        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():  # pyright: ignore
-            config.tie_word_embeddings = False  # pyright: ignore
-    return copied
-
-
-def float64_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """An untied copy in float64, in evaluation mode."""
-    probe = copy.deepcopy(model)
-    untie(probe)
-    return probe.double().eval()  # pyright: ignore
-
-
-def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Every floating-point tensor that a model returns for these inputs, caches aside.
-
-    Raises:
-        ModelError: an output is NaN or infinite, or there is none.
-    """
-    inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-    result = model(**inputs, return_dict=True)
-    tensors = [v for v in result.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    if not tensors:
-        raise ModelError(f"{type(model).__name__} returned no tensor to compare")
-    if not all(torch.isfinite(t).all() for t in tensors):
-        raise ModelError(f"{type(model).__name__} returns NaN or infinite outputs; nothing can be said of it")
-    return tensors
-
-
-@contextmanager
-def site_inputs(model: nn.Module, sites: tuple[NormSite, ...] | list[NormSite]) -> Iterator[dict[str, list[Tensor]]]:
-    """While inside, collects what each site is given, by the site's name, a tensor a call."""
-    taken: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    modules, handles = dict(model.named_modules()), []
-
-    def hook(name: str) -> Any:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            taken[name].append(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
-
-        return before
-
-    try:
-        for name in taken:
-            handles.append(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
-        yield taken
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _ratio(gradient: Tensor, axis: int) -> float:
-    norm = gradient.norm()
-    total = gradient.sum(axis).norm() / (norm * math.sqrt(gradient.shape[axis]))
-    return float(total) if norm > 0 else math.inf
-
-
-@contextmanager
-def _activations_kept(model: nn.Module, width: set[int], norms: set[str]) -> Iterator[list[tuple[Place, Tensor]]]:
-    """Keeps the gradient of what goes into and comes out of every module, in order, where the width is one of these.
-
-    What goes into a norm is left out: recentering there is what LayerNorm does itself.
-    """
-    kept: list[tuple[Place, Tensor]] = []
-    handles = []
-
-    def keep(place: Place, value: Any) -> None:
-        first = value[0] if isinstance(value, tuple) and value else value
-        if isinstance(first, Tensor) and first.requires_grad and first.ndim > 1 and first.shape[-1] in width:
-            first.retain_grad()
-            kept.append((place, first))
-
-    def before(name: str) -> Any:
-        return lambda _, args: keep((name, "input"), args)
-
-    def after(name: str) -> Any:
-        return lambda _, args, output: keep((name, "output"), output)
-
-    try:
-        for name, module in model.named_modules():
-            if name and name not in norms:
-                handles.append(module.register_forward_pre_hook(before(name)))
-            if name:
-                handles.append(module.register_forward_hook(after(name)))
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+@torch.no_grad()
+def center(parameter: Tensor, axis: int) -> None:
+    """Remove the mean along an axis in place, computed in float64 and cast once (*Pre-RMSNorm* lemma 3.1)."""
+    exact = parameter.double()
+    parameter.copy_(exact - exact.mean(axis, keepdim=True))
 
 
 def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) -> Gauge:
-    """Find the mean gauge of any model with one forward and two backward passes in float64.
+    """Find the mean gauge of any model by gradients, in float64, from one forward pass on a small input.
 
     Args:
         model: any transformers model; it is not changed.
@@ -175,43 +103,202 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) 
     """
     inputs = example_inputs(model) if inputs is None else inputs
     sites = tuple(find_sites(model, inputs, qk=True))
-    probe = float64_copy(model).requires_grad_(True)
-    generator = torch.Generator().manual_seed(0)
-    widths = {site.d for site in sites if site.kind == "layernorm"}
+    exact = float64_copy(model)
     with torch.no_grad():
-        _check_repeatable(outputs_of(probe, inputs), outputs_of(probe, inputs), type(model).__name__)
-    with site_inputs(probe, sites) as given, _activations_kept(probe, widths, {s.name for s in sites}) as kept:
-        outputs = outputs_of(probe, inputs)
-    noise = [torch.randn(o.shape, generator=generator, dtype=o.dtype).to(o.device) for o in outputs]
-    seen = torch.stack([(o * r).sum() for o, r in zip(outputs, noise, strict=True)]).sum()
-    means = torch.stack(
-        [(x.mean(-1) * torch.randn(x.shape[:-1], generator=generator, dtype=x.dtype).to(x.device)).sum()
-         for site in sites if site.kind == "layernorm" for x in given[site.name]]
-    ).sum() if widths else seen * 0  # fmt: skip
-    named = dict(probe.named_parameters())
-    by_mean = torch.autograd.grad(means, list(named.values()), retain_graph=True, allow_unused=True)
-    for _, tensor in kept:
-        tensor.grad = None  # the first pass left its own there
-    seen.backward()
-    writers, readers = [], []
-    for (name, parameter), moved in zip(named.items(), by_mean, strict=True):
-        if parameter.grad is None:
-            continue
-        for axis, size in enumerate(parameter.shape):
-            if size in widths and _ratio(parameter.grad, axis) < INVISIBLE:
-                is_writer = moved is not None and _ratio(moved, axis) > INVISIBLE and moved.norm() > 0
-                (writers if is_writer else readers).append(Shift(name, axis))
-    invisible = tuple(n for n, t in kept if t.grad is not None and t.grad.norm() > 0 and _ratio(t.grad, -1) < INVISIBLE)
-    return Gauge(tuple(writers), tuple(readers), invisible, sites)
+        if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), 0.0):
+            name = type(model).__name__
+            raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; fix what is random")
+    if not any(site.kind == "layernorm" for site in sites):
+        return Gauge((), sites=sites)
+    probe, gains = _generic(exact, sites, inputs)
+    return _Probe(probe, sites, gains, inputs).gauge()
 
 
-def _check_repeatable(a: list[Tensor], b: list[Tensor], name: str) -> None:
-    if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
-        raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; seed or fix what is random")
+def _generic(
+    probe: PreTrainedModel, sites: tuple[NormSite, ...], inputs: dict[str, Tensor]
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The probe with generic values, its LayerNorms with random gains and no beta; the gains by the norm's name."""
+    generator = torch.Generator().manual_seed(0)
+    before = {name: value.clone() for name, value in probe.state_dict().items()}
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            size = max(float(parameter.abs().mean()), 0.02)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+            parameter += (0.3 if parameter.ndim == 1 else 0.03) * size * noise
+        try:
+            outputs_of(probe, inputs)
+        except ModelError:  # some values must be what they are
+            probe.load_state_dict(before)
+    gains = {}
+    for site in sites:
+        if site.kind == "layernorm" and site.name not in gains:
+            norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
+            gain = 1 + 0.3 * torch.rand(site.d, generator=generator, dtype=torch.float64)
+            norm.weight.data.copy_(gain)  # pyright: ignore
+            put(probe, site.name, norm.eval())
+            gains[site.name] = norm.weight.detach()  # pyright: ignore
+    return probe.requires_grad_(True), gains
 
 
 @torch.no_grad()
-def center(parameter: Tensor, axis: int) -> None:
-    """Remove the mean along an axis in place, computed in float64 and cast once (*Pre-RMSNorm* lemma 3.1)."""
-    exact = parameter.double()
-    parameter.copy_(exact - exact.mean(axis, keepdim=True))
+def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
+    """|w.g| / (|w| |g|) for each row w of `weights` (a row of ones when None), along an axis of a gradient."""
+    g = gradient.movedim(axis, 0).flatten(1) if gradient.ndim > 1 else gradient[:, None]
+    w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights
+    norm = g.norm()
+    total = (w @ g).norm(dim=1) / (w.norm(dim=1) * norm)
+    return total if norm > 0 else torch.full_like(total, math.inf)
+
+
+class _Probe:
+    """One forward pass of a generic copy, and the gradients of what came out."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: tuple[NormSite, ...],
+        gains: dict[str, Tensor],
+        inputs: dict[str, Tensor],
+    ) -> None:
+        self.model, self.sites, self.gains, self.inputs = model, sites, gains, inputs
+        self.widths = {site.d for site in sites if site.kind == "layernorm"}
+        self.generator = torch.Generator().manual_seed(1)
+        self.norms = {site.name for site in sites}
+
+    def gauge(self) -> Gauge:
+        named = dict(self.model.named_parameters())
+        outputs, by_site, trace = self._pass()
+        means = torch.stack(list(by_site.values())).sum()
+        moved = torch.autograd.grad(means, list(named.values()), retain_graph=True, allow_unused=True)
+        visible = self._gradients(outputs, trace, list(named.values()))
+        writers, scaled, readers = self._sorted(
+            dict(zip(named, visible, strict=True)), dict(zip(named, moved, strict=True))
+        )
+        hidden = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
+        places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
+        invisible = tuple(place for place in dict.fromkeys(places) if place not in hidden)
+        tables = self._tables([o.detach() for o in outputs])
+        return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites)
+
+    def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], Trace]:
+        """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""
+        with site_inputs(self.model, self.sites) as given, traced(self.model, self.widths, self.norms) as trace:
+            outputs = outputs_of(self.model, self.inputs)
+        layernorms = [site for site in self.sites if site.kind == "layernorm"]
+        return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, trace
+
+    def _gradients(self, outputs: list[Tensor], trace: Trace, parameters: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of a random sum of the outputs, for these parameters, and for the trace's tensors."""
+        seen = torch.stack([self._noise(o) for o in outputs]).sum()
+        wanted = [*parameters, *(use.tensor for use in trace.uses)]
+        parts = torch.autograd.grad(seen, wanted, retain_graph=True, allow_unused=True)
+        trace.gradients = list(parts[len(parameters) :])
+        return list(parts[: len(parameters)])
+
+    def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:
+        """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
+        for name, axis in writers:
+            center(self.model.get_parameter(name), axis)
+        outputs, by_site, trace = self._pass()
+        self._gradients(outputs, trace, [])
+        return {key: who for key, mean in by_site.items() if (who := self._raw(mean, trace, outputs))}
+
+    def _noise(self, x: Tensor) -> Tensor:
+        return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
+
+    def _sorted(
+        self, visible: dict[str, Tensor | None], moved: dict[str, Tensor | None]
+    ) -> tuple[tuple[Shift, ...], dict[Shift, str], tuple[Reader, ...]]:
+        """Sort the shifts of parameters that nothing sees into writers and readers."""
+        writers, scaled, readers = [], {}, []
+        named = dict(self.model.named_parameters())
+        own = {f"{name}.weight" for name in self.gains}
+        for name, gradient in visible.items():
+            if gradient is None or name in own:
+                continue
+            by_mean = moved[name]
+            for axis, size in enumerate(gradient.shape):
+                if size not in self.widths:
+                    continue
+                moves = by_mean is not None and bool(by_mean.norm() > 0) and float(ratio(by_mean, axis)) > INVISIBLE
+                if _vanishes(gradient, axis):
+                    if moves:
+                        writers.append(Shift(name, axis))
+                    continue
+                gains = {k: v for k, v in self.gains.items() if len(v) == size}
+                if (norm := self._match(gradient, axis, gains)) is not None:
+                    readers.append(Reader(name, axis, norm))
+                    continue
+                scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
+                if moves and (scale := self._match(gradient, axis, scales)) is not None:
+                    scaled[Shift(name, axis)] = scale
+        return tuple(writers), scaled, tuple(readers)
+
+    def _match(self, gradient: Tensor, axis: int, vectors: Mapping[str, Tensor]) -> str | None:
+        """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
+        vectors = {k: v for k, v in vectors.items() if bool((v != 0).all())}
+        if not vectors:
+            return None
+        ratios = ratio(gradient, axis, 1 / torch.stack([v.detach() for v in vectors.values()]))
+        best = int(ratios.argmin())
+        return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
+
+    @torch.no_grad()
+    def _tables(self, outputs: list[Tensor]) -> tuple[Shift, ...]:
+        """Buffers that write into a stream; by shifting them, because models detach them from the gradient."""
+        found = []
+        for name, buffer in list(self.model.named_buffers()):
+            for axis, size in enumerate(buffer.shape):
+                if size in self.widths and buffer.is_floating_point() and buffer.ndim > 1:
+                    kept = buffer.clone()
+                    buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
+                    shifted = same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
+                    buffer.copy_(kept).add_(torch.randn_like(buffer))
+                    used = not same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
+                    buffer.copy_(kept)
+                    if shifted and used and not self._regenerates(name):
+                        found.append(Shift(name, axis))
+        return tuple(found)
+
+    def _regenerates(self, name: str) -> bool:
+        """Whether the model makes this table anew when an input is longer: then what is centered would be undone."""
+        table = self.model.get_buffer(name)
+        try:
+            outputs_of(self.model, example_inputs(self.model, time=table.shape[0] + 8))
+        except Exception:  # it takes no longer inputs, whatever it raises then
+            return False
+        return self.model.get_buffer(name) is not table
+
+    def _raw(self, mean: Tensor, trace: Trace, outputs: list[Tensor]) -> tuple[str, ...]:
+        """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""
+        moved = torch.autograd.grad(mean, [u.tensor for u in trace.uses], retain_graph=True, allow_unused=True)
+        sources = [
+            use for use, g, m in zip(trace.uses, trace.gradients, moved, strict=True)
+            if use.place.side == "output" and m is not None and bool(m.norm() > 0)
+            and float(ratio(m, -1)) > 1 - INVISIBLE and not _vanishes(g)
+        ]  # fmt: skip
+        if not sources:
+            return ()
+        source = sources[-1]
+        who = [
+            use for use, g in zip(trace.uses, trace.gradients, strict=True)
+            if use.place.side == "input" and use.leaf and use.place.module not in self.norms
+            and g is not None and bool(g.norm() > 0) and not _vanishes(g)
+        ]  # fmt: skip
+        names = [use.place.module for use in who if use.storage == source.storage]
+        if not names:  # it reads what the tensor is added to later on
+            late = [(use.place.module, use.tensor) for use in who if use.tensor.shape[-1] == source.tensor.shape[-1]]
+            late += [("the model's output", o) for o in outputs if o.shape[-1] == source.tensor.shape[-1]]
+            names = [name for name, tensor in late if self._adds(source.tensor, tensor)]
+        return tuple(dict.fromkeys(names)) or (f"the code around {source.place.module}",)
+
+    def _adds(self, source: Tensor, tensor: Tensor) -> bool:
+        """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
+        if source is tensor or not tensor.requires_grad:
+            return False
+        (moved,) = torch.autograd.grad(self._noise(tensor.mean(-1)), [source], retain_graph=True, allow_unused=True)
+        return moved is not None and bool(moved.norm() > 0) and float(ratio(moved, -1)) > 0.5
+
+
+def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
+    return gradient is not None and bool(gradient.norm() > 0) and float(ratio(gradient, axis)) < INVISIBLE

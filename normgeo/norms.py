@@ -1,20 +1,31 @@
 r"""LayerNorm, RMSNorm and CRMSNorm as drop-in modules.
 
 Equations are those of Jiang et al., "Pre-RMSNorm and Pre-CRMSNorm Transformers" (*Pre-RMSNorm* below). All three keep
-the dtype of their input; half precision is computed in float32, float64 in float64.
+the dtype of their input; half precision is computed in float32, float64 in float64. This module needs torch alone: a
+converted model's checkpoint carries a copy of it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 
 class _Norm(nn.Module):
-    """What the three norms share: the affine parameters, eps, and the arithmetic's precision."""
+    """What the three norms share: the affine parameters, eps, and the arithmetic's precision.
+
+    Args:
+        d: width of the input.
+        eps: what is added to the mean square.
+        affine: whether there is a gamma; `bias`: whether there is a beta too.
+        offset: gamma is `weight + offset`: 1 for the (1 + w) gains of some models.
+        dtype: of the parameters.
+        device: of the parameters.
+    """
 
     def __init__(
         self,
@@ -31,16 +42,22 @@ class _Norm(nn.Module):
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.d, self.eps, self.offset = d, eps, offset
-        gamma = nn.Parameter(torch.full((d,), 1.0 - offset, dtype=dtype, device=device)) if affine else None
-        beta = nn.Parameter(torch.zeros(d, dtype=dtype, device=device)) if affine and bias else None
+        width = self.output_width()
+        gamma = nn.Parameter(torch.full((width,), 1.0 - offset, dtype=dtype, device=device)) if affine else None
+        beta = nn.Parameter(torch.zeros(width, dtype=dtype, device=device)) if affine and bias else None
         self.register_parameter("weight", gamma)
         self.register_parameter("bias", beta)
 
+    def output_width(self) -> int:
+        """How many numbers come out for each vector."""
+        return self.d
+
     def standardized(self, x: Tensor) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift."""
         raise NotImplementedError
 
-    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """Scale and shift the standardized y: z = gamma * y + beta with gamma = weight + offset."""
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
         if self.weight is not None:
@@ -56,8 +73,8 @@ class _Norm(nn.Module):
 class LayerNorm(_Norm):
     r"""y = (x - mu 1) / sqrt(|x|^2 / d - mu^2 + eps), mu = 1.x / d (*Pre-RMSNorm* eq. 1)."""
 
-    def standardized(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The standardized input, before scale-and-shift."""
+    def standardized(self, x: Tensor) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift."""
         x = x - x.mean(-1, keepdim=True)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
@@ -65,8 +82,8 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     r"""y = x / sqrt(|x|^2 / d + eps) (*Pre-RMSNorm* eq. 2)."""
 
-    def standardized(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The standardized input, before scale-and-shift."""
+    def standardized(self, x: Tensor) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
@@ -74,10 +91,34 @@ class CRMSNorm(_Norm):
     r"""y = x / sqrt((sum x_i^2 + (sum x_i)^2) / (n + 1) + eps) for x in R^n (*Pre-RMSNorm* eq. 5).
 
     x stands for the zero-mean vector (x, -sum x_i) of R^(n+1), of which it keeps the first n numbers; y is the first n
-    numbers of that vector's RMSNorm. `d` is n, the width of what goes in and comes out.
+    numbers of that vector's RMSNorm.
+
+    Args:
+        d: width of what goes in: n, or n + 1 where it is padded.
+        eps: what is added to the mean square.
+        padded: x has n + 1 numbers, the last of which is zero and stays zero.
+        expand: give all n + 1 numbers of the vector that y stands for, for readers that are not compressed.
+        **options: as for the other norms; gamma and beta are as wide as what comes out.
     """
 
-    def standardized(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The standardized input, before scale-and-shift."""
+    padded: bool
+    expand: bool
+
+    def __init__(
+        self, d: int, eps: float = 1e-5, *, padded: bool = False, expand: bool = False, **options: Any
+    ) -> None:
+        self.__dict__.update(padded=padded, expand=expand)  # before the parameters, whose width they set
+        super().__init__(d, eps, **options)
+
+    def output_width(self) -> int:
+        """How many numbers come out for each vector."""
+        return self.d + (self.expand and not self.padded)
+
+    def standardized(self, x: Tensor) -> Tensor:
+        """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""
         square = x.pow(2).sum(-1, keepdim=True) + x.sum(-1, keepdim=True).pow(2)
-        return x * torch.rsqrt(square / (x.shape[-1] + 1) + self.eps)
+        y = x * torch.rsqrt(square / (x.shape[-1] + (not self.padded)) + self.eps)
+        if not self.expand:
+            return y
+        last = -y.sum(-1, keepdim=True)
+        return torch.cat([y[..., :-1] if self.padded else y, last], -1)

@@ -208,6 +208,7 @@ def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
         and out.shape == call.inputs[0].shape
         and out.ndim >= 2
         and out.shape[-1] > 1
+        and out.numel() > 0
         and all(p.numel() <= call.inputs[0].numel() and p.device.type != "meta" for p in module.parameters())
     )
 
@@ -251,7 +252,7 @@ def _behaviour(module: nn.Module, shape: torch.Size) -> _Behaviour | None:
         truth = module(fresh)
     except Exception:  # whatever a module raises that wants other inputs: then it is no norm
         return None
-    if not (torch.isfinite(truth).all() and odd.abs().max() > 0):
+    if truth.shape != shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0) or _fits_any(module, fresh):
         return None
     for kind in ("layernorm", "rmsnorm"):
         y = _standardized(torch.stack(fits), kind)
@@ -263,6 +264,14 @@ def _behaviour(module: nn.Module, shape: torch.Size) -> _Behaviour | None:
             has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
             return _Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
     return None
+
+
+def _fits_any(module: nn.Module, x: Tensor) -> bool:
+    """Whether a module with parameters takes vectors of another width: its gains belong to another axis (GroupNorm)."""
+    try:
+        return any(True for _ in module.parameters()) and module(x[..., :-1]) is not None
+    except Exception:  # whatever a module raises at a wrong width
+        return False
 
 
 def _has_bias(module: nn.Module) -> bool:
@@ -347,7 +356,8 @@ def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, in
     readers = [c for c in inside if c.began > call.ended and call.feeds(c)]
     if before and after and before[-1] == after[0]:
         return ("inner" if any(r.has_matrix for r in readers) else "qk"), *place
-    first_norm = min(n.began for n in norms if begin <= n.began <= end and n.name.startswith(prefix))
+    # the norm may be the element of the list itself
+    first_norm = min(n.began for n in norms if begin <= n.began <= end and f"{n.name}.".startswith(prefix))
     post_ln = bool(weights) and weights[0].began < first_norm
     if before and (post_ln or not readers):
         return f"post_{before[-1]}", *place

@@ -1,6 +1,7 @@
 """The mean gauge and the conversion: equal outputs for every architecture, and every sabotage noticed."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ from normgeo import conversion as module
 from normgeo import convert, find_sites, load_model, load_tokenizer, load_tokens, training
 from normgeo.certify import certificate_inputs, certify
 from normgeo.errors import ConversionError, ModelError
-from normgeo.gauge import Shift, center, find_gauge, float64_copy
+from normgeo.gauge import Reader, Shift, center, find_gauge
 from normgeo.models import example_inputs
+from normgeo.probing import float64_copy
 from normgeo.tokens import TokenStream
 
 PRE_LN = {
     "gpt2": (10, 5, 0), "gpt_neo": (10, 5, 0), "gptj": (7, 3, 0), "gpt_neox": (9, 5, 0), "opt": (10, 5, 0),
-    "bloom": (10, 6, 1), "falcon": (5, 3, 0), "phi": (9, 3, 0), "stablelm": (5, 5, 0), "mpt": (5, 5, 0),
+    "bloom": (9, 6, 1), "falcon": (5, 3, 0), "phi": (9, 3, 0), "stablelm": (5, 5, 0), "mpt": (5, 5, 0),
     "olmo": (5, 5, 0), "cohere": (5, 3, 0), "nemotron": (5, 5, 0), "vit": (12, 5, 0), "whisper": (23, 12, 1),
 }  # fmt: skip
 RMS = ["llama", "mistral", "qwen3", "gemma", "gemma2", "t5", "olmo2"]
@@ -69,12 +71,20 @@ def test_rmsnorm_models_are_refused_and_have_no_gauge(name):
         convert(model)
 
 
-def test_post_ln_models_keep_the_norms_whose_streams_are_read_raw():
+def test_post_ln_models_convert_with_one_explicit_recenter_a_norm():
     conversion = convert(tiny("bert"))
+    assert len(conversion.replaced) == 5
+    assert not conversion.kept
+    assert {(p.side, p.argument) for p in conversion.recentered} == {("input", 1)}  # the residual, appendix B
+    assert len(conversion.recentered) == 4
+    assert [s.role for s in conversion.untouched] == ["head"]
+
+
+def test_norms_whose_streams_are_read_raw_are_kept_and_the_reader_is_named():
+    conversion = convert(tiny("albert"))
     assert [s.role for s in conversion.replaced] == ["embedding"]
     assert len(conversion.kept) == 4
-    assert all("another reader" in reason for reason in conversion.kept.values())
-    assert [s.role for s in conversion.untouched] == ["head"]
+    assert all(re.search("(query|ffn)( |,).*as well", reason) for reason in conversion.kept.values())
 
 
 def test_the_naive_swap_is_not_equal_and_says_so():
@@ -96,9 +106,9 @@ def test_odd_eps_gains_and_missing_biases_survive():
 
 def test_readers_are_told_from_writers():
     gauge = find_gauge(tiny("olmo"))
-    assert Shift("model.layers.0.self_attn.q_proj.weight", 1) in gauge.readers
+    assert Reader("model.layers.0.self_attn.q_proj.weight", 1, "model.layers.0.input_layernorm") in gauge.readers
     assert Shift("model.layers.0.self_attn.o_proj.weight", 0) in gauge.writers
-    assert not set(gauge.readers) & set(gauge.writers)
+    assert not {r[:2] for r in gauge.readers} & set(gauge.writers)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "vit", "bloom"])
@@ -156,9 +166,10 @@ def test_centering_the_embedding_of_an_rmsnorm_model_changes_it():
 def test_a_conversion_that_is_not_equal_gives_no_model(monkeypatch):
     real = module._replace
 
-    def wrong(model, site):
-        real(model, site)
-        model.get_submodule(site.name).eps *= 1000
+    def wrong(model, sites, recipe):
+        for spec in recipe["norms"].values():
+            spec["eps"] *= 1000
+        real(model, sites, recipe)
 
     monkeypatch.setattr(module, "_replace", wrong)
     with pytest.raises(ConversionError, match="not equal to its original"):
@@ -180,7 +191,7 @@ def test_nan_and_random_outputs_are_refused():
     model.transformer.drop = Noisy()
     with pytest.raises(ModelError, match="other outputs each time"):
         convert(model)
-    with pytest.raises(ConversionError, match="rmsnorm or naive-rmsnorm"):
+    with pytest.raises(ConversionError, match="crmsnorm or naive-rmsnorm"):
         convert(tiny("gpt2"), to="batchnorm")
 
 

@@ -1,0 +1,140 @@
+r"""What a converted model is made of: from a native model and a recipe to the model's structure.
+
+This module needs torch and `norms.py` alone, and knows no architecture: the checkpoint of a converted model carries a
+copy of both, so that it loads without this package. A recipe is plain JSON:
+
+    norms      name -> {kind: rmsnorm | crmsnorm, d, eps, affine, bias, offset, padded, expand}
+    recenter   [module, input | output, argument, keep | drop | pad]: where a mean is removed explicitly
+    tables     buffers whose centered values belong to the checkpoint
+    biases     modules that got a bias they did not have (a norm's beta, folded)
+    heads      tied heads: name -> width of what they read
+    shapes     parameter -> its new shape
+    folded     norms whose gamma and beta went into their readers
+    writers, readers   [parameter, axis] of what is compressed
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from normgeo.norms import CRMSNorm, RMSNorm
+
+__all__ = ["TiedHead", "add_bias", "put", "rebuild", "recenter_at", "reshape"]
+
+SIZES = {
+    "in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "nx": 0, "nf": 1, "out_channels": 0,
+}  # fmt: skip
+"""Attributes of torch's and transformers' layers that repeat a size of their weight, and the axis they repeat."""
+
+
+class TiedHead(nn.Linear):
+    r"""A head that shares its weight E - m 1^T with a centered embedding and still gives the logits of E.
+
+    E y = (E - m 1^T) y + m (1^T y), with m the mean of each row of E: a correction of rank one.
+    """
+
+    mean: nn.Parameter
+
+    @classmethod
+    def of(cls, head: nn.Module) -> TiedHead:
+        """A tied head in the place of a linear one, sharing its weight and bias."""
+        weight, bias = head.weight, getattr(head, "bias", None)
+        new = cls(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # pyright: ignore
+        new.weight, new.bias = weight, bias  # pyright: ignore
+        new.mean = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))  # pyright: ignore
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of hidden states [..., d]."""
+        return functional.linear(input, self.weight, self.bias) + input.sum(-1, keepdim=True) * self.mean
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one with this dotted name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _without_mean(value: Any, argument: int | str, mode: str) -> Any:
+    """Recenter(x) = x - mu(x) 1 (*Pre-RMSNorm* section 3.1) of one of several values; then drop or zero the last."""
+    if isinstance(value, (tuple, list)):
+        index = int(argument)
+        return type(value)((*value[:index], _without_mean(value[index], 0, mode), *value[index + 1 :]))
+    wide = value if value.dtype == torch.float64 else value.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    if mode != "keep":
+        wide = wide[..., :-1]
+    if mode == "pad":
+        wide = functional.pad(wide, (0, 1))
+    return wide.to(value.dtype)
+
+
+def _at_input(argument: int | str, mode: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(argument, str):
+        return args, kwargs | {argument: _without_mean(kwargs[argument], 0, mode)}
+    return _without_mean(args, argument, mode), kwargs
+
+
+def _at_output(mode: str, _: nn.Module, args: Any, output: Any) -> Any:
+    return _without_mean(output, 0, mode)
+
+
+def recenter_at(
+    model: nn.Module, module: str, side: str, argument: int | str = 0, mode: str = "keep"
+) -> RemovableHandle:
+    """Remove the mean of what goes into a module (an argument, by position or name) or comes out of it."""
+    where = model.get_submodule(module)
+    if side == "input":
+        return where.register_forward_pre_hook(partial(_at_input, argument, mode), with_kwargs=True)
+    return where.register_forward_hook(partial(_at_output, mode))
+
+
+def add_bias(module: nn.Module) -> None:
+    """Give a linear layer a bias of zeros, in its weight's dtype."""
+    weight: Any = module.weight
+    size = weight.shape[SIZES["nf"] if hasattr(module, "nf") else SIZES["out_features"]]
+    module.register_parameter("bias", nn.Parameter(torch.zeros(size, dtype=weight.dtype, device=weight.device)))
+
+
+def reshape(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer by one of another shape, and the sizes that its module has noted of it."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    old = getattr(module, last)
+    for attribute, axis in SIZES.items():
+        if last == "weight" and getattr(module, attribute, None) == (*old.shape, *(None,) * 2)[axis]:
+            setattr(module, attribute, value.shape[axis])
+    setattr(module, last, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+
+
+def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
+    options = dict(spec)
+    cls = {"rmsnorm": RMSNorm, "crmsnorm": CRMSNorm}[options.pop("kind")]
+    own = next(old.parameters(), like)
+    new = cls(**options, dtype=own.dtype, device=own.device)
+    new._forward_hooks.update(old._forward_hooks)  # it may be recentered too
+    return new.train(old.training).requires_grad_(own.requires_grad)
+
+
+def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
+    """Give a native model the structure that the recipe tells; the values come with the checkpoint."""
+    like = next(model.parameters())
+    for name, shape in recipe.get("shapes", {}).items():
+        reshape(model, name, torch.empty(shape, dtype=like.dtype, device=like.device))
+    for name in recipe.get("biases", ()):
+        add_bias(model.get_submodule(name))
+    for name, spec in recipe["norms"].items():
+        put(model, name, _norm(model.get_submodule(name), spec, like))
+    for name in recipe.get("heads", ()):
+        put(model, name, TiedHead.of(model.get_submodule(name)))
+    for name in recipe.get("tables", ()):
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._non_persistent_buffers_set.discard(last)
+    for place in recipe.get("recenter", ()):
+        recenter_at(model, *place)

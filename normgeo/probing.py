@@ -1,0 +1,211 @@
+"""Looking into a forward pass in float64: outputs, what norms are given, and every tensor that modules hand on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.errors import ModelError
+from normgeo.sites import NormSite
+
+__all__ = ["Place", "Trace", "Use", "float64_copy", "outputs_of", "same", "site_inputs", "tied", "traced", "untie"]
+
+
+class Place(NamedTuple):
+    """An argument of a module (by position or name), or its (first) output."""
+
+    module: str
+    side: str
+    argument: int | str = 0
+
+
+class Use(NamedTuple):
+    """A tensor at a place. An argument is an alias of what was given: its gradient is of this use alone.
+
+    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given.
+    """
+
+    place: Place
+    tensor: Tensor
+    storage: int
+    leaf: bool
+
+
+@dataclass
+class Trace:
+    """The tensors of one forward pass, in order, and the gradients with respect to them."""
+
+    uses: list[Use] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    """Groups of names that are one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    shared = [group for group in names.values() if len(group) > 1]
+    owners = lambda group: {id(model.get_submodule(n.rpartition(".")[0])) for n in group}  # noqa: E731
+    return [group for group in shared if len(owners(group)) > 1]  # several names of one shared module are no tie
+
+
+def untie(model: nn.Module) -> None:
+    """Give every module its own copy of parameters that several modules share."""
+    groups = tied(model)
+    seen: set[int] = set()
+    for group in groups:
+        for name in group:
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            parameter = getattr(module, last)
+            if id(parameter) in seen:
+                setattr(module, last, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            seen.add(id(getattr(module, last)))
+    if groups and isinstance(model, PreTrainedModel):
+        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False
+        if hasattr(model, "all_tied_weights_keys"):
+            model.all_tied_weights_keys = {}  # saving would leave the copies out
+
+
+def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedModel:
+    """A copy in float64, in evaluation mode, without a cache, and untied unless asked for."""
+    probe = copy.deepcopy(model)
+    if not tied:
+        untie(probe)
+    for config in (probe.config, probe.config.get_text_config()):
+        config.use_cache = False  # caches are written in place, which gradients do not pass
+    if any(parameter.ndim > 2 for parameter in probe.parameters()):
+        with contextlib.suppress(Exception):  # models without experts refuse, each in its own way
+            probe.set_experts_implementation("eager")  # the fused one has no float64
+    return probe.double().eval()  # pyright: ignore
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _flat(part)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Models make constants in the default dtype; in float64 these have to be float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Every floating-point tensor that a model returns for these inputs, caches aside.
+
+    Raises:
+        ModelError: the model fails, an output is NaN or infinite, or there is none.
+    """
+    inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    name = type(model).__name__
+    try:
+        with _default_dtype(model.dtype):
+            result = model(**inputs, return_dict=True)
+    except RuntimeError as error:
+        line = str(error).strip().splitlines()[0]
+        raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
+    tensors = [t for value in result.values() for t in _flat(value)]
+    if not tensors:
+        raise ModelError(f"{name} returned no tensor to compare")
+    if not all(torch.isfinite(t).all() for t in tensors):
+        raise ModelError(f"{name} returns NaN or infinite outputs; nothing can be said of it")
+    return tensors
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether outputs agree, relative to the largest value of each."""
+    if [x.shape for x in a] != [y.shape for y in b]:
+        return False
+    return all(float((x - y).abs().max()) <= tolerance * float(x.abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@contextmanager
+def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[str, list[Tensor]]]:
+    """While inside, collects what each site is given, by the site's name, a tensor a call."""
+    taken: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    modules, handles = dict(model.named_modules()), []
+
+    def hook(name: str) -> Any:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken[name].append(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+        return before
+
+    try:
+        for name in taken:
+            handles.append(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def traced(model: nn.Module, widths: set[int], norms: set[str]) -> Iterator[Trace]:
+    """While inside, notes every argument and result of every module whose vectors have one of these widths."""
+    trace, handles = Trace(), []
+    hold = trace.uses.append
+
+    def wanted(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths
+
+    def alias(x: Any, place: Place, leaf: bool) -> Any:
+        if not wanted(x):
+            return x
+        # a tensor cut off from the graph (a table read under no_grad) starts a graph of its own
+        view = x.view_as(x) if x.requires_grad else x.detach().requires_grad_().clone()
+        source = x if place.side == "input" else view
+        hold(Use(place, view, source.untyped_storage().data_ptr(), leaf))
+        return view
+
+    def before(name: str, leaf: bool) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args = tuple(alias(v, Place(name, "input", i), leaf) for i, v in enumerate(args))
+            return args, {k: alias(v, Place(name, "input", k), leaf) for k, v in kwargs.items()}
+
+        return hook
+
+    def after(name: str, leaf: bool) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            several = isinstance(output, (tuple, list))
+            first: Any = next(iter(output), None) if several else output
+            if not wanted(first):
+                return None
+            if not first.requires_grad:
+                first = alias(first, Place(name, "output"), leaf)
+                return type(output)((first, *output[1:])) if several else first
+            hold(Use(Place(name, "output"), first, first.untyped_storage().data_ptr(), leaf))
+            return None
+
+        return hook
+
+    try:
+        for name, module in model.named_modules():
+            if name:
+                leaf = not any(module.children()) and any(True for _ in module.parameters())
+                if name not in norms:
+                    handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
+                handles.append(module.register_forward_hook(after(name, leaf)))
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()

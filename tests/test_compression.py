@@ -1,0 +1,110 @@
+"""CRMSNorm and folding: equal outputs in fewer numbers, and back."""
+
+import pytest
+from test_convert import PRE_LN, worst_error
+from zoo import tiny
+
+from normgeo import convert, decompress
+from normgeo.errors import ConversionError
+from normgeo.models import example_inputs
+from normgeo.norms import CRMSNorm, RMSNorm
+
+
+def converted(name, **options):
+    model = tiny(name).double()
+    return model, convert(model, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", PRE_LN)
+def test_crmsnorm_gives_equal_outputs(name, padded):
+    model, conversion = converted(name, to="crmsnorm", padded=padded)
+    error = worst_error(model, conversion.model, example_inputs(model, 9, seed=3))
+    assert error < (3e-6 if conversion.certificate.single_inside else 3e-15)
+    norms = [m for m in conversion.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
+    assert norms
+    assert {type(m) for m in norms} == {CRMSNorm}
+    assert {m.d for m in norms} == {32 if padded else 31}
+    streams = []
+    hooks = [m.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for m in norms]
+    conversion.model(**example_inputs(model))
+    assert all(h.remove() is None for h in hooks)
+    if padded:
+        assert all((x[..., -1] == 0).all() for x in streams)
+    assert all(x.shape[-1] == (32 if padded else 31) for x in streams)
+
+
+def test_crmsnorm_needs_fewer_parameters():
+    _, conversion = converted("opt", to="crmsnorm")
+    small = conversion.model
+    assert small.model.decoder.layers[0].fc1.weight.shape == (64, 31)
+    assert small.model.decoder.layers[0].fc2.weight.shape == (31, 64)
+    assert small.model.decoder.layers[0].self_attn.q_proj.weight.shape == (32, 31)
+    assert small.model.decoder.embed_tokens.weight.shape == (96, 31)
+    assert small.lm_head.weight.shape == (96, 31)
+    assert small.lm_head.in_features == 31
+
+
+@pytest.mark.parametrize("name", [n for n in PRE_LN if n != "whisper"])
+def test_gamma_and_beta_fold_into_the_readers(name):
+    model, conversion = converted(name, fold_affine=True)
+    tolerance = 3e-6 if conversion.certificate.single_inside else 3e-15
+    assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < tolerance
+    left = [n for n, m in conversion.model.named_modules() if isinstance(m, RMSNorm) and m.weight is not None]
+    assert left == (["transformer.word_embeddings_layernorm"] if name == "bloom" else [])
+
+
+def test_a_norm_that_the_user_reads_keeps_its_gain():
+    """The base model gives the final norm's output itself: there is no reader to fold into."""
+    base = tiny("gpt_neox").gpt_neox.double()
+    conversion = convert(base, to="crmsnorm")
+    assert worst_error(base, conversion.model, example_inputs(base, 9, seed=3)) < 1e-14
+    assert conversion.model.final_layer_norm.weight is not None
+    assert conversion.model.final_layer_norm.expand
+    assert conversion.model.layers[0].input_layernorm.weight is None
+
+
+def test_a_forward_that_relies_on_the_width_is_refused_and_pads():
+    base = tiny("gpt2").transformer.double()
+    with pytest.raises(ConversionError, match="padded=True"):
+        convert(base, to="crmsnorm")
+    conversion = convert(base, to="crmsnorm", padded=True)
+    assert worst_error(base, conversion.model, example_inputs(base, 9, seed=3)) < 1e-14
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [*PRE_LN, "bert"])
+def test_decompress_turns_it_back(name, padded):
+    model, conversion = converted(name, to="crmsnorm", padded=padded)
+    back = decompress(conversion.model)
+    tolerance = 3e-6 if conversion.certificate.single_inside else 3e-15
+    assert worst_error(model, back.model, example_inputs(model, 9, seed=3)) < tolerance
+    norms = [m for m in back.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
+    assert {(type(m), m.d) for m in norms} == {(RMSNorm, 32)}
+    assert len(back.recentered) == len(conversion.recentered)
+    with pytest.raises(ConversionError, match="not compressed"):
+        decompress(back.model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "opt", "mpt", "falcon", "bloom", "whisper"])
+def test_a_tied_head_can_stay_tied(name):
+    model, conversion = converted(name, keep_tie=True)
+    assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < 1e-14
+    head, embedding = conversion.model.get_output_embeddings(), conversion.model.get_input_embeddings()
+    assert head.weight is embedding.weight
+    extra = sum(p.numel() for p in conversion.model.parameters()) - sum(p.numel() for p in model.parameters())
+    assert extra == 96  # one number a token
+
+
+def test_what_cannot_be_asked_together_is_refused():
+    for options in ({"to": "crmsnorm", "keep_tie": True}, {"padded": True}):
+        with pytest.raises(ConversionError, match=r"compressed|padded"):
+            convert(tiny("gpt2"), **options)
+    with pytest.raises(ConversionError, match="zero-mean; kept"):
+        convert(tiny("albert"), to="crmsnorm")
+
+
+def test_post_ln_models_compress_where_the_residual_is_recentered():
+    model, conversion = converted("bert", to="crmsnorm")
+    assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < 1e-14
+    assert len(conversion.recentered) == 4
