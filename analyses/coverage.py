@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 
 from analyses import _axes
 from normgeo.architectures import Architecture, architectures, tiny
-from normgeo.conversion import SIDE, Conversion, convert
+from normgeo.centering import SIDE
+from normgeo.conversion import Conversion, convert
 from normgeo.errors import NormGeoError
-from normgeo.gauge import outputs_of
+from normgeo.probing import outputs_of
 from normgeo.models import example_inputs
 from normgeo.sites import NormSite, find_sites
 
