@@ -139,11 +139,15 @@ def _width(value: Value, config: dict[str, Value]) -> Value:
 
 
 def _index(value: Value, config: dict[str, Value]) -> Value:
-    """A layer's index, or a list of them: the first layers there are, where 0 stands for what comes before them."""
-    if isinstance(value, (list, tuple)):
-        after = int(max(value, default=0) == _n_layers(config))
-        return [v if v < 0 else k + after for k, v in enumerate(value)]
-    return _each(value, lambda v: min(v, _depth(_n_layers(config), config) - 1) if _n_layers(config) else v)
+    """A layer's index, or a list of them, moved in proportion to the depth; a list stays strictly increasing."""
+    depth, layers = _n_layers(config), len(_kept_layers(config))
+    if not isinstance(depth, int) or depth == layers:
+        return value
+    moved = _each(value, lambda v: v if v < 0 else v * layers // depth)
+    if isinstance(moved, list) and len(set(moved)) < len(moved):
+        last = max(moved)
+        moved = list(range(max(0, last + 1 - len(moved)), last + 1))
+    return moved
 
 
 def _rope(value: Value, config: dict[str, Value]) -> Value:
@@ -257,6 +261,7 @@ def _kept_layers(config: dict[str, Value]) -> list[int]:
     if not isinstance(depth, int):
         return list(range(LAYERS))
     named = [len(v) for k, v in config.items() if re.fullmatch(INDICES, k) and isinstance(v, (list, tuple))]
+    named = [n for n in named if n <= 4]
     kinds: dict[str, int] = {}
     for i in range(depth):
         kinds.setdefault(str([v[i] for v in lists if isinstance(v[i], str)]), i)
