@@ -1,24 +1,24 @@
-"""Which of transformers' architectures convert to RMSNorm (*Pre-RMSNorm* section 3.1, *Geometry* section 5, over all).
+"""Which of transformers' architectures convert to RMSNorm (*Pre-RMSNorm* section 3.1; *Geometry* table 1, and all).
 
 Every architecture that transformers names is built from a tiny configuration with random weights and given to
 `normgeo.convert`; nothing is left out, and what cannot be built is a row that says why. Whether an architecture is
 Pre-LN is measured, not listed: with x the input of a LayerNorm in a layer and y its output, the gradient of the outputs
 with respect to x is J^T dy, through the norm, plus what reaches x along the residual connection past the norm. Pre-LN
-norms have both; through a Post-LN norm the whole stream passes, and the second part is zero.
+norms have both; through a Post-LN norm, or one at the end of a branch, all of it passes, and the second part is zero.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,13 +27,20 @@ from normgeo.architectures import Architecture, architectures, tiny
 from normgeo.centering import SIDE
 from normgeo.conversion import Conversion, convert
 from normgeo.errors import NormGeoError
-from normgeo.probing import float64_copy, outputs_of
 from normgeo.models import example_inputs
+from normgeo.probing import float64_copy, outputs_of
 from normgeo.sites import NormSite, find_sites
 
-TABLE = Path(__file__).with_suffix(".md")
 VERDICTS = ("complete", "partial", "refused", "none", "wrong", "crash")
-FAMILIES = ("pre-ln", "mixed", "post-ln", "other", "rmsnorm", "none", "not built")
+FAMILIES = {
+    "pre-ln": "Pre-LN: every LayerNorm in a layer has a residual connection past it",
+    "mixed": "Mixed: some have, some have not (two towers, norms at the end of branches, query decoders)",
+    "post-ln": "Post-LN: the stream passes through every LayerNorm in a layer",
+    "other": "Other: LayerNorms before, after or inside the branches only",
+    "rmsnorm": "RMSNorm: no LayerNorm on the main branch",
+    "none": "No norms that act on a vector of features",
+    "not built": "Not built, or not run",
+}
 PAST = 1e-2
 """A share of the gradient above this goes past the norm: a residual connection; rounding leaves 1e-6."""
 
@@ -44,8 +51,7 @@ class Row:
 
     Attributes:
         model_type, cls, task: the architecture.
-        family: `pre-ln`; `post-ln`; `mixed` of both; `other`, with LayerNorms outside of the layers only; `rmsnorm`;
-            `none` without norms; `not built`.
+        family: one of `FAMILIES`.
         sites: norms in a forward pass.
         replaced, kept, untouched, recentered: what conversion did, as in `Conversion`.
         error_rel: largest error of any output, both models in float64, on inputs that conversion did not see.
@@ -75,7 +81,9 @@ def compute(names: Iterable[str] | None = None) -> pd.DataFrame:
         names: only these model types; all when None.
     """
     chosen = None if names is None else set(names)
-    rows = [cover(a) for a in architectures() if chosen is None or a.model_type in chosen]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own, about configurations nobody would train
+        rows = [cover(a) for a in architectures() if chosen is None or a.model_type in chosen]
     return pd.DataFrame([asdict(row) for row in rows])
 
 
@@ -128,9 +136,11 @@ def _line(error: Exception) -> str:
 
 
 def _reasons(conversion: Conversion) -> str:
-    """How many norms are kept for which reason, numbers aside."""
-    reasons = pd.Series([r for r in conversion.kept.values()], dtype=object).str.replace(r" \([^)]*rms\)", "", regex=True)
-    return "; ".join(f"{n} {'norm' if n == 1 else 'norms'}: {r}" for r, n in reasons.value_counts().items())
+    """How many norms are kept for which reason, numbers aside; the two most frequent."""
+    text = pd.Series(list(conversion.kept.values()), dtype=object).str.replace(r" \([^)]*rms\)", "", regex=True)
+    counts = text.value_counts()
+    said = [f"{n} {'norm' if n == 1 else 'norms'}: {reason}" for reason, n in counts.items()]
+    return "; ".join(said[:2]) + (f"; {len(said) - 2} like these" if len(said) > 2 else "")
 
 
 def family(model: PreTrainedModel, inputs: dict[str, Tensor], sites: list[NormSite]) -> str:
@@ -185,3 +195,71 @@ def _owner(x: Tensor) -> Tensor:
     """The tensor that this one is another view of: what else reads it reads another view."""
     base = x._base
     return base if base is not None and base.numel() == x.numel() and base.is_contiguous() else x
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Verdicts by family, and the errors of all conversions."""
+    figure, grid = _axes.grid(2, ["Architectures of transformers"], height=2.4, xlabel="architectures")
+    counts = pd.crosstab(frame.family, frame.verdict)
+    shown = [f for f in FAMILIES if f in counts.index and f not in ("none", "not built")][::-1]
+    left = pd.Series(0, index=shown)
+    for k, verdict in enumerate(v for v in VERDICTS if v in counts):
+        part = counts[verdict].reindex(shown, fill_value=0)
+        bars = grid[0, 0].barh(shown, part, left=left, color=_axes.PALETTE[k], height=0.7, label=verdict)
+        grid[0, 0].bar_label(bars, [str(n) if n > 4 else "" for n in part], label_type="center", fontsize=7)
+        left += part
+    grid[0, 0].grid(visible=False, axis="y")
+    grid[0, 0].tick_params(labelbottom=True)
+    grid[0, 0].set_xlabel("architectures")
+    errors = frame.error_rel.dropna().clip(lower=1e-17).sort_values().to_numpy()
+    grid[1, 0].semilogy(range(1, len(errors) + 1), errors, ".", color=_axes.PALETTE[0], markersize=3)
+    grid[1, 0].set(ylabel="relative error in float64", title="Every conversion, by its error on inputs it did not see")
+    grid[1, 0].sharex(grid[1, 0])
+    _axes.legend(figure, columns=6)
+    return figure
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """The table of all architectures as a page: what has LayerNorms row by row, the rest by name and by reason."""
+    counts = pd.crosstab(frame.family, frame.verdict).reindex(
+        index=[f for f in FAMILIES if f in set(frame.family)],
+        columns=[v for v in VERDICTS if v in set(frame.verdict)],
+        fill_value=0,
+    )
+    lines = [
+        "# Coverage",
+        "",
+        f"Written by `python -m analyses coverage` with transformers {transformers.__version__}: every architecture",
+        "that its auto classes name, built tiny with random weights, converted to RMSNorm in float64 and compared with",
+        "the original on inputs that conversion did not see. `analyses/coverage.py` says what the columns mean.",
+        "",
+        *_rows([["family", *counts.columns, "all"]]),
+        *(_row([family, *numbers, sum(numbers)]) for family, *numbers in counts.reset_index().to_numpy().tolist()),
+    ]
+    for family, title in FAMILIES.items():
+        part = frame[frame.family == family].sort_values(["verdict", "model_type"])
+        if part.empty:
+            continue
+        lines += ["", f"## {title}", ""]
+        if family == "rmsnorm":
+            lines += [", ".join(part.model_type) + ".", ""]
+            part = part[part.verdict.isin(["wrong", "crash"])]
+        elif family in ("none", "not built"):
+            lines += _rows([["architecture", "class", "why"]])
+            lines += [_row([r.model_type, r.cls, r.reason]) for r in part.itertuples()]
+            continue
+        if not part.empty:
+            lines += _rows([["architecture", "class", "task", "norms", "replaced", "kept", "side", "recentered",
+                             "error", "verdict", "reason"]])  # fmt: skip
+            lines += [_row([r.model_type, r.cls, r.task, r.sites, r.replaced, r.kept, r.untouched, r.recentered,
+                            "" if pd.isna(r.error_rel) else f"{r.error_rel:.0e}", r.verdict, r.reason])
+                      for r in part.itertuples()]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
+
+
+def _rows(header: list[list[str]]) -> list[str]:
+    return [_row(header[0]), "|" + " --- |" * len(header[0])]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -93,7 +92,7 @@ def _flat(value: Value) -> Iterator[Value]:
 
 
 def _to(size: int) -> Rule:
-    """This size; in a list of stages: a quarter of it for the smallest value, doubled for every larger one."""
+    """One size; in a list of stages: a quarter of it for the smallest value, doubled for every larger one."""
 
     def rule(value: Value, _: dict[str, Value]) -> Value:
         order = sorted({v for v in _flat(value) if isinstance(v, int) and v > 0})
@@ -168,7 +167,7 @@ def _special(name: str) -> Rule:
 
     def rule(value: Value, config: dict[str, Value]) -> Value:
         names = [k for k in config if SPECIAL.fullmatch(k)]
-        place = first.get(SPECIAL.fullmatch(name)[1], VOCABULARY - 1 - names.index(name))
+        place = first.get(name.split("_token_")[0], VOCABULARY - 1 - names.index(name))
         return _each(value, lambda v: place if v >= VOCABULARY - len(names) else v)
 
     return rule
@@ -208,8 +207,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"axial_pos_embds_dim", lambda value, _: [WIDTH // 2, WIDTH // 2]),
     (r"coordinate_size", _all(12)),
     (r"shape_size", _all(8)),
-    (SPECIAL.pattern, _leave),
-    (r"(.*_)?(n_positions|max_position_embeddings|max_seq_len|max_sequence_length|max_target_positions)", _at_most(128)),
+    (r"(.*_)?(n_positions|max_(position_embeddings|seq_len|sequence_length|target_positions))", _at_most(128)),
     (r"block_size|seq_length|.*chunk_size|.*attention_window|sliding_window.*|local_attention", _at_most(32)),
     (r"max_source_positions", _at_most(32)),
     (r"(.*_)?(image_size|img_size|crop_size|input_size|spec_size)|size", _at_most(64)),
@@ -232,7 +230,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 EXCEPTIONS: dict[str, dict[str, Value]] = {
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
-    "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its defaults have no rope_theta
+    "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its own lack rope_theta
     "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
     "xmod": {"default_language": "en_XX"},  # its defaults name none
@@ -308,8 +306,11 @@ def tiny(architecture: Architecture, seed: int = 0) -> PreTrainedModel:
         ModelError: it cannot be built: its configuration has no defaults, it needs a library that is not there, or it
             does not become small.
     """
-    cls = getattr(transformers, architecture.cls, None)
-    config_cls = getattr(cls, "config_class", None) or getattr(transformers, architecture.config, None)
+    try:
+        cls = getattr(transformers, architecture.cls, None)
+        config_cls = getattr(cls, "config_class", None) or getattr(transformers, architecture.config, None)
+    except ImportError as error:
+        raise ModelError(f"{architecture.cls} cannot be built: {_line(error)}") from error
     if cls is None or config_cls is None:
         raise ModelError(f"transformers has no {architecture.cls} or no {architecture.config}")
     try:

@@ -308,7 +308,7 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
         if isinstance(first, nn.Conv2d):
             return 2 * GRID * GRID, channels, patch, patch
         flat = channels * _first(config, "temporal_patch_size", default=1) * patch**2
-        return 2 * GRID * GRID, first.in_features if isinstance(first, nn.Linear) else flat
+        return 2 * GRID * GRID, int(first.in_features) if isinstance(first, nn.Linear) else flat
     if "spatial_shapes" in taken:
         return 2, GRID * GRID, channels * patch**2
     if "target_sizes" in taken:
@@ -318,7 +318,7 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     return 2, channels, height, width
 
 
-def _first_map(model: nn.Module) -> nn.Module | None:
+def _first_map(model: nn.Module) -> Any:
     return next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear))), None)
 
 
@@ -331,7 +331,8 @@ def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
     config, first = model.config, _first_map(model)
     names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
     known = [v for v in (_first(config, n) for n in names) if v is not None] or [16]
-    mels = first.in_features if isinstance(first, nn.Linear) and first.in_features in known else known[0]
+    flat = isinstance(first, nn.Linear) and not any(isinstance(m, nn.Conv2d) for m in model.modules())
+    mels = first.in_features if flat and isinstance(first, nn.Linear) else known[0]
     channels = isinstance(first, nn.Conv1d) and _first(config, "num_mel_bins") == first.in_channels
     return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
 
