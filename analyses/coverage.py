@@ -238,23 +238,27 @@ def markdown(frame: pd.DataFrame) -> str:
     ]
     for family, title in FAMILIES.items():
         part = frame[frame.family == family].sort_values(["verdict", "model_type"])
-        if part.empty:
-            continue
-        lines += ["", f"## {title}", ""]
-        if family == "rmsnorm":
-            lines += [", ".join(part.model_type) + ".", ""]
+        lines += ["", f"## {title}", ""] if len(part) else []
+        if family == "rmsnorm" and len(part):
+            lines += [", ".join(part.model_type) + "."]
             part = part[part.verdict.isin(["wrong", "crash"])]
-        elif family in ("none", "not built"):
-            lines += _rows([["architecture", "class", "why"]])
-            lines += [_row([r.model_type, r.cls, r.reason]) for r in part.itertuples()]
-            continue
-        if not part.empty:
-            lines += _rows([["architecture", "class", "task", "norms", "replaced", "kept", "side", "recentered",
-                             "error", "verdict", "reason"]])  # fmt: skip
-            lines += [_row([r.model_type, r.cls, r.task, r.sites, r.replaced, r.kept, r.untouched, r.recentered,
-                            "" if pd.isna(r.error_rel) else f"{r.error_rel:.0e}", r.verdict, r.reason])
-                      for r in part.itertuples()]  # fmt: skip
+        columns = UNBUILT if family in ("none", "not built") else COLUMNS
+        if len(part):
+            lines += _rows([list(columns.values())])
+            lines += [_row([_cell(row[c]) for c in columns]) for row in part.to_dict("records")]
     return "\n".join(lines) + "\n"
+
+
+UNBUILT = {"model_type": "architecture", "cls": "class", "reason": "why"}
+COLUMNS = {"model_type": "architecture", "cls": "class", "task": "task", "sites": "norms", "replaced": "replaced",
+           "kept": "kept", "untouched": "side", "recentered": "recentered", "error_rel": "error",
+           "verdict": "verdict", "reason": "reason"}  # fmt: skip
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.0e}"
+    return str(value)
 
 
 def _row(cells: Iterable[object]) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import configuration_auto, modeling_auto
 
 from normgeo.errors import ModelError
 
@@ -61,7 +60,8 @@ class Architecture:
 
 def architectures() -> list[Architecture]:
     """Every architecture that transformers' auto classes name, one class for a model type, by model type."""
-    tables = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in TASKS]
+    configs: dict[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    tables = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}) for name in TASKS]
     rest = sorted(n for n in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING_NAMES", n))
     ordered = [*zip(TASKS.values(), tables, strict=True), ("base", modeling_auto.MODEL_MAPPING_NAMES)]
     ordered += [(n[10:-14].lower().replace("_", "-"), getattr(modeling_auto, n)) for n in rest]
@@ -70,10 +70,10 @@ def architectures() -> list[Architecture]:
     for task, table in ordered:
         for model_type, names in table.items():
             name = names if isinstance(names, str) else names[0]
-            if model_type in found or model_type not in CONFIG_MAPPING_NAMES or classes.get(name):
+            if model_type in found or model_type not in configs or classes.get(name):
                 continue
             classes[name] = model_type
-            found[model_type] = Architecture(model_type, task, name, CONFIG_MAPPING_NAMES[model_type])
+            found[model_type] = Architecture(model_type, task, name, configs[model_type])
     return [found[k] for k in sorted(found)]
 
 
@@ -288,9 +288,10 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
             rule = next((r for pattern, r in RULES if re.fullmatch(pattern, name)), _leave)
             changed[name] = rule(value, values)
     try:
-        usual = vars(type(config)())
+        cls: Any = type(config)
+        usual = vars(cls())
         changed = {k: v for k, v in changed.items() if isinstance(v, PretrainedConfig) or v != usual.get(k)}
-        return type(config)(**(changed | EXCEPTIONS.get(config.model_type, {})))
+        return cls(**(changed | EXCEPTIONS.get(config.model_type, {})))
     except Exception as error:  # whatever a configuration's own checks raise
         raise ModelError(f"{type(config).__name__} does not accept small values: {_line(error)}") from error
 
