@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from normgeo.errors import ModelError
 from normgeo.models import example_inputs
 from normgeo.probing import outputs_of
 
@@ -37,6 +39,8 @@ class Certificate:
         original_error: the same of the original: what rounding alone does.
         kl: mean Kullback-Leibler divergence (nats) of the last-axis softmax of the first output, in the own dtype.
         top1: share of positions where both prefer the same index.
+        perplexity_original, perplexity_converted: of the next token, in the own dtype, for a causal model on real text.
+        tokens: how many tokens of real text were compared; 0 when only made-up inputs were.
         site_mean: largest |mean| / rms of what a replaced norm is given, in float64.
         replaced, kept, untouched, recentered: how many.
     """
@@ -52,6 +56,9 @@ class Certificate:
     original_error: float
     kl: float
     top1: float
+    perplexity_original: float | None
+    perplexity_converted: float | None
+    tokens: int
     site_mean: float
     replaced: int
     kept: int
@@ -66,7 +73,9 @@ class Certificate:
         """The fields as lines a person reads."""
         rows = [(name.replace("_", " "), value) for name, value in asdict(self).items()]
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{n:<{width}}  {v:.3g}" if isinstance(v, float) else f"{n:<{width}}  {v}" for n, v in rows)
+        precise = {"perplexity original", "perplexity converted"}
+        show = lambda n, v: v if not isinstance(v, float) else f"{v:.6f}" if n in precise else f"{v:.3g}"  # noqa: E731
+        return "\n".join(f"{n:<{width}}  {show(n, v)}" for n, v in rows if v is not None)
 
 
 class _SingleInside(TorchDispatchMode):
@@ -82,8 +91,11 @@ class _SingleInside(TorchDispatchMode):
 
 
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """Inputs to compare on: several lengths, each with its own random content."""
-    return [example_inputs(model, time, seed=time) for time in LENGTHS]
+    """Inputs to compare on: several lengths, each with its own random content; none where only a user can make them."""
+    try:
+        return [example_inputs(model, time, seed=time) for time in LENGTHS]
+    except ModelError:
+        return []
 
 
 def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
@@ -93,6 +105,32 @@ def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
         absolute = max(absolute, difference)
         relative = max(relative, difference / max(x.double().abs().max().item(), 1e-300))
     return absolute, relative
+
+
+class _OwnDtype:
+    """What two models give in their own dtype, batch by batch."""
+
+    def __init__(self, original: PreTrainedModel, converted: PreTrainedModel) -> None:
+        self.models = original, converted
+        self.base = self.own = self.kl = self.top1 = 0.0
+        self.losses, self.tokens, self.batches = [0.0, 0.0], 0, 0
+        self.causal = original.can_generate() and not original.config.is_encoder_decoder
+
+    def add(self, batch: dict[str, Tensor], truth: list[Tensor], *, real: bool) -> None:
+        first, second = (outputs_of(model, batch) for model in self.models)
+        self.base, self.own = max(self.base, _worst(truth, first)[1]), max(self.own, _worst(truth, second)[1])
+        p, q = first[0].double().log_softmax(-1), second[0].double().log_softmax(-1)
+        self.kl += (p.exp() * (p - q)).sum(-1).mean().item()
+        self.top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+        self.batches += 1
+        if real and "input_ids" in batch and self.causal:
+            ids = batch["input_ids"]
+            self.tokens += ids[:, 1:].numel()
+            for i, log in enumerate((p, q)):
+                self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None].to(log.device)).sum().item()
+
+    def perplexity(self, which: int) -> float | None:
+        return math.exp(self.losses[which] / self.tokens) if self.tokens else None
 
 
 @torch.no_grad()
@@ -105,27 +143,37 @@ def certify(
     *,
     site_mean: float,
     counts: dict[str, int],
+    real: Sequence[dict[str, Tensor]] = (),
 ) -> Certificate:
     """Compare a conversion with its original, both in float64 and in their own dtype.
+
+    Args:
+        original64: the original in float64; `converted64` the conversion.
+        converted64: the conversion in float64.
+        original: the original in its own dtype.
+        converted: the conversion in the same dtype.
+        inputs: made-up inputs of several lengths.
+        site_mean: largest mean share at a replaced norm.
+        counts: how many norms were replaced, kept, untouched, and places recentered.
+        real: batches of real text (`input_ids`), which are compared as well, and give the perplexity.
 
     Raises:
         ModelError: an output is NaN or infinite.
     """
-    absolute = relative = own = base = kl = top1 = 0.0
+    absolute = relative = 0.0
+    own = _OwnDtype(original, converted)
     with _SingleInside() as watch:
         outputs_of(original64, inputs[0])
-    for batch in inputs:
+    for number, batch in enumerate([*inputs, *real]):
         truth = outputs_of(original64, batch)
         a, r = _worst(truth, outputs_of(converted64, batch))
         absolute, relative = max(absolute, a), max(relative, r)
-        first, second = outputs_of(original, batch), outputs_of(converted, batch)
-        base, own = max(base, _worst(truth, first)[1]), max(own, _worst(truth, second)[1])
-        p, q = first[0].double().log_softmax(-1), second[0].double().log_softmax(-1)
-        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(inputs)
-        top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item() / len(inputs)
+        own.add(batch, truth, real=number >= len(inputs))
     tolerance = SINGLE if watch.found else EXACT
+    shapes = [", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in [*inputs, *real]]
     return Certificate(
         relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
-        tuple(", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in inputs),
-        str(original.dtype).removeprefix("torch."), own, base, kl, top1, site_mean, **counts,
+        tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
+        own.kl / own.batches, own.top1 / own.batches, own.perplexity(0), own.perplexity(1), own.tokens, site_mean,
+        **counts,
     )  # fmt: skip

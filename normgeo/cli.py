@@ -105,6 +105,49 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
 
 
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Hub id or local directory.")],
+    out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
+    to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
+    data: Annotated[
+        str | None, typer.Option(help="Certify on this: what `angles` takes. [default: the sample, for text models]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to certify on.")] = 2048,
+    context: Annotated[int | None, typer.Option(help="Tokens the model sees together. [default: up to 256]")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), float64, float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="A torch device. [default: the CPU]")] = None,
+    keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
+    fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
+    padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+) -> None:
+    """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
+    from normgeo.converting import convert_checkpoint
+
+    _quiet()
+    conversion, how = convert_checkpoint(
+        model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
+        fold_affine=fold, padded=padded, revision=revision, trust_remote_code=trust_remote_code, announce=console.print,
+    )  # fmt: skip
+    console.print(
+        f"{len(conversion.replaced)} norms replaced, {len(conversion.kept)} kept, "
+        f"{len(conversion.untouched)} untouched, {len(conversion.recentered)} explicit recenters"
+    )
+    for name, why in conversion.kept.items():
+        console.print(f"  kept {name}: {why}")
+    for place in conversion.recentered:
+        console.print(
+            f"  recentered {place.module} ({place.side} {place.argument}): costs what a LayerNorm's mean cost"
+        )
+    console.print(conversion.certificate.table())
+    code = ", trust_remote_code=True" if how == "remote" else ""
+    console.print(f"{out}: load it with from_pretrained({str(out)!r}{code})")
+
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
 

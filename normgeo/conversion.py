@@ -11,6 +11,7 @@ r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm or Pre-CRM
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,9 @@ from normgeo.converted import rebuild
 from normgeo.errors import ConversionError
 from normgeo.gauge import INVISIBLE, Gauge, find_gauge
 from normgeo.models import example_inputs
-from normgeo.probing import Place, float64_copy, tied, untie
+from normgeo.probing import Place, float64_copy, outputs_of, same, tied, untie
 from normgeo.sites import NormSite, find_sites
+from normgeo.trainable import parametrized
 
 __all__ = ["Conversion", "convert", "decompress"]
 
@@ -69,7 +71,9 @@ def convert(
     keep_tie: bool = False,
     fold_affine: bool = False,
     padded: bool = False,
+    trainable: bool = False,
     gauge: Gauge | None = None,
+    certify_on: Sequence[dict[str, Tensor]] = (),
 ) -> Conversion:
     """Convert the LayerNorms of a model to RMSNorms or CRMSNorms without changing its outputs.
 
@@ -81,7 +85,10 @@ def convert(
         keep_tie: keep a head tied to a centered embedding, through a correction of rank one; else it is untied.
         fold_affine: fold gamma and beta into what reads the norm, where that is possible (always so for CRMSNorm).
         padded: for CRMSNorm keep width d, the last number zero: for devices that are slow at odd widths.
+        trainable: give a model that trains as the original does: writers are parametrized as center(V), or recentered
+            behind dropout and scales. `trainable.bake` makes plain weights of it for inference.
         gauge: the model's gauge, where it is known already.
+        certify_on: batches of real text (`input_ids`) for the certificate, beside made-up inputs of several lengths.
 
     Raises:
         ConversionError: there is no LayerNorm, none could be replaced, the weights are not plain numbers, or the
@@ -93,13 +100,15 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    _check(model, to, keep_tie, padded)
+    _check(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
     inputs = example_inputs(model) if inputs is None else inputs
     if gauge is None:
         with torch.enable_grad():
-            gauge = find_gauge(model, inputs)
+            gauge = find_gauge(model, inputs, training=trainable)
     if not gauge.layernorms:
         raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
+    if trainable:
+        return _trainable(model, gauge, inputs, certify_on)
     exact = float64_copy(model)
     recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
     means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
@@ -119,6 +128,7 @@ def convert(
     certificate = certify(
         float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
         site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
+        real=certify_on,
     )  # fmt: skip
     if to == "naive-rmsnorm":
         certificate = replace(certificate, passed=False)
@@ -168,12 +178,33 @@ def decompress(model: PreTrainedModel) -> Conversion:
     return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
 
 
+def _trainable(
+    model: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], certify_on: Sequence[dict[str, Tensor]]
+) -> Conversion:
+    converted, places, means = parametrized(model, gauge, inputs)
+    chosen, kept, untouched = _sorted(gauge, means, "rmsnorm")
+    norms = {site.name: _spec(model.get_submodule(site.name), site) for site in chosen}
+    recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
+    _replace(converted, chosen, recipe)
+    converted.config.normgeo = recipe
+    counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
+    original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
+    certificate = certify(
+        original64, converted64, model, converted, [inputs, *certificate_inputs(model)],
+        site_mean=max(means[site.name] for site in chosen), counts=counts, real=certify_on,
+    )  # fmt: skip
+    a, b = (outputs_of(m.train(), inputs) for m in (original64, converted64))
+    if not (certificate.passed and same(a, b, certificate.tolerance)):
+        raise ConversionError("the trainable model is not equal to its original in training; nothing was converted")
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), tuple(places), recipe)
+
+
 def _listed(kept: dict[str, str]) -> str:
     lines = [f"{name}: {why}" for name, why in kept.items()]
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
-def _check(model: PreTrainedModel, to: str, keep_tie: bool, padded: bool) -> None:
+def _check(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
     if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
         raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
     if keep_tie and to == "crmsnorm":
@@ -182,6 +213,8 @@ def _check(model: PreTrainedModel, to: str, keep_tie: bool, padded: bool) -> Non
         )
     if padded and to != "crmsnorm":
         raise ConversionError("padded=True goes with to='crmsnorm'")
+    if trainable and to != "rmsnorm":
+        raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
     name = type(model).__name__
     for attribute, remedy in REMEDY.items():
         if getattr(model.config, attribute, None) or getattr(model, attribute, None):

@@ -25,7 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from normgeo.norms import CRMSNorm, RMSNorm
 
-__all__ = ["TiedHead", "add_bias", "put", "rebuild", "recenter_at", "reshape"]
+__all__ = ["PREFIX", "TiedHead", "add_bias", "converted_class", "put", "rebuild", "recenter_at", "reshape"]
+
+PREFIX = "normgeo_"
+"""What the `model_type` of a converted checkpoint begins with."""
 
 SIZES = {
     "in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "nx": 0, "nf": 1, "out_channels": 0,
@@ -138,3 +141,13 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
         model.get_submodule(owner)._non_persistent_buffers_set.discard(last)
     for place in recipe.get("recenter", ()):
         recenter_at(model, *place)
+
+
+def converted_class(native: type, config: type) -> type:
+    """The native model class with the structure that its configuration's recipe tells."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        native.__init__(self, config, *args, **kwargs)
+        rebuild(self, config.normgeo)
+
+    return type(f"Converted{native.__name__}", (native,), {"__init__": __init__, "config_class": config})

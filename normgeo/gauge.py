@@ -91,19 +91,21 @@ def center(parameter: Tensor, axis: int) -> None:
     parameter.copy_(exact - exact.mean(axis, keepdim=True))
 
 
-def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) -> Gauge:
+def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
     """Find the mean gauge of any model by gradients, in float64, from one forward pass on a small input.
 
     Args:
         model: any transformers model; it is not changed.
         inputs: a small input; made from the configuration when None.
+        training: the gauge while the model trains. Dropout multiplies a mean by its mask, so that what writes before it
+            is not free then; what comes out of it is.
 
     Raises:
         ModelError: the outputs are NaN, or random (two passes differ).
     """
     inputs = example_inputs(model) if inputs is None else inputs
     sites = tuple(find_sites(model, inputs, qk=True))
-    exact = float64_copy(model)
+    exact = float64_copy(model).train(training)
     with torch.no_grad():
         if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), 0.0):
             name = type(model).__name__
@@ -135,7 +137,7 @@ def _generic(
             norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
             gain = 1 + 0.3 * torch.rand(site.d, generator=generator, dtype=torch.float64)
             norm.weight.data.copy_(gain)  # pyright: ignore
-            put(probe, site.name, norm.eval())
+            put(probe, site.name, norm)
             gains[site.name] = norm.weight.detach()  # pyright: ignore
     return probe.requires_grad_(True), gains
 
@@ -182,7 +184,7 @@ class _Probe:
 
     def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], Trace]:
         """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""
-        with site_inputs(self.model, self.sites) as given, traced(self.model, self.widths, self.norms) as trace:
+        with site_inputs(self.model, self.sites) as given, traced(self.model, self.widths) as trace:
             outputs = outputs_of(self.model, self.inputs)
         layernorms = [site for site in self.sites if site.kind == "layernorm"]
         return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, trace
@@ -282,13 +284,13 @@ class _Probe:
         source = sources[-1]
         who = [
             use for use, g in zip(trace.uses, trace.gradients, strict=True)
-            if use.place.side == "input" and use.leaf and use.place.module not in self.norms
-            and g is not None and bool(g.norm() > 0) and not _vanishes(g)
+            if use.place.side == "input" and use.leaf and g is not None and bool(g.norm() > 0)
+            # (a norm of several vectors side by side reads the mean of each)
+            and not (_vanishes(g) and use.tensor.shape[-1] == source.tensor.shape[-1])
         ]  # fmt: skip
         names = [use.place.module for use in who if use.storage == source.storage]
         if not names:  # it reads what the tensor is added to later on
-            late = [(use.place.module, use.tensor) for use in who if use.tensor.shape[-1] == source.tensor.shape[-1]]
-            late += [("the model's output", o) for o in outputs if o.shape[-1] == source.tensor.shape[-1]]
+            late = [(use.place.module, use.tensor) for use in who] + [("the model's output", o) for o in outputs]
             names = [name for name, tensor in late if self._adds(source.tensor, tensor)]
         return tuple(dict.fromkeys(names)) or (f"the code around {source.place.module}",)
 

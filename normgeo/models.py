@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
+from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
 from normgeo.norms import RMSNorm
@@ -143,6 +144,8 @@ def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[
     if raw.get("model_type") == TwinConfig.model_type:
         raw.pop("model_type")  # the class says it
         return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
+    if str(raw.get("model_type", "")).startswith(PREFIX) and "normgeo" in raw:
+        return _converted(raw)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
     if "auto_map" in raw and trust:
         options["trust_remote_code"] = True
@@ -150,6 +153,15 @@ def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[
         return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     names = config.architectures or []
     return config, next((c for n in names if (c := getattr(transformers, n, None))), transformers.AutoModel)
+
+
+def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
+    """The class of a converted model, built here instead of by the code in its checkpoint."""
+    kind = raw.pop("model_type").removeprefix(PREFIX)
+    native = type(transformers.AutoConfig.for_model(kind))
+    config = type("ConvertedConfig", (native,), {"model_type": PREFIX + kind})
+    model = getattr(transformers, raw["architectures"][0])
+    return config.from_dict(raw), converted_class(model, config)
 
 
 def _explained(name: str, error: Exception) -> ModelError:

@@ -57,8 +57,13 @@ def tied(model: nn.Module) -> list[list[str]]:
     return [group for group in shared if len(owners(group)) > 1]  # several names of one shared module are no tie
 
 
-def untie(model: nn.Module) -> None:
-    """Give every module its own copy of parameters that several modules share."""
+def untie(model: nn.Module, *, always: bool = False) -> None:
+    """Give every module its own copy of parameters that several modules share, and let the configuration say so.
+
+    Args:
+        model: it is changed.
+        always: change the configuration also when nothing is shared any more.
+    """
     groups = tied(model)
     seen: set[int] = set()
     for group in groups:
@@ -69,7 +74,7 @@ def untie(model: nn.Module) -> None:
             if id(parameter) in seen:
                 setattr(module, last, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
             seen.add(id(getattr(module, last)))
-    if groups and isinstance(model, PreTrainedModel):
+    if (groups or always) and isinstance(model, PreTrainedModel):
         for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
         if hasattr(model, "all_tied_weights_keys"):
@@ -109,8 +114,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def _seeded(wanted: bool) -> Iterator[None]:
+    with torch.random.fork_rng(enabled=wanted):
+        if wanted:
+            torch.manual_seed(0)
+        yield
+
+
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
     """Every floating-point tensor that a model returns for these inputs, caches aside.
+
+    A model in training mode draws the same random numbers each time.
 
     Raises:
         ModelError: the model fails, an output is NaN or infinite, or there is none.
@@ -118,7 +133,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
     try:
-        with _default_dtype(model.dtype):
+        with _default_dtype(model.dtype), _seeded(model.training):
             result = model(**inputs, return_dict=True)
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
@@ -160,7 +175,7 @@ def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[st
 
 
 @contextmanager
-def traced(model: nn.Module, widths: set[int], norms: set[str]) -> Iterator[Trace]:
+def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
     """While inside, notes every argument and result of every module whose vectors have one of these widths."""
     trace, handles = Trace(), []
     hold = trace.uses.append
@@ -202,8 +217,7 @@ def traced(model: nn.Module, widths: set[int], norms: set[str]) -> Iterator[Trac
         for name, module in model.named_modules():
             if name:
                 leaf = not any(module.children()) and any(True for _ in module.parameters())
-                if name not in norms:
-                    handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
                 handles.append(module.register_forward_hook(after(name, leaf)))
         yield trace
     finally:

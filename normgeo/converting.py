@@ -1,0 +1,122 @@
+"""From a model's name to a certified checkpoint of the converted model: what `normgeo convert` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.checkpoint import new_directory, save
+from normgeo.conversion import Conversion, convert
+from normgeo.errors import ConversionError, DataError
+from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context
+from normgeo.tokens import load_tokens
+
+__all__ = ["convert_checkpoint", "text_batches"]
+
+
+def convert_checkpoint(
+    name: str,
+    out: Path,
+    *,
+    to: str = "rmsnorm",
+    data: str | None = None,
+    n_tokens: int = 2048,
+    context: int | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    keep_tie: bool = False,
+    fold_affine: bool = False,
+    padded: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    announce: Callable[[str], Any] = lambda line: None,
+) -> tuple[Conversion, str]:
+    """Load a model, convert it, certify the result on text, and save it; everything or nothing.
+
+    Args:
+        name: hub id, local directory or embedded name.
+        out: a new directory.
+        to: `rmsnorm` or `crmsnorm`.
+        data: what `load_tokens` takes, to certify on; None is the embedded sample, where the model has a tokenizer.
+        n_tokens: tokens of it to compare on.
+        context: tokens the model sees together; up to 256 when None.
+        dtype: `auto` (the checkpoint's own) or a floating-point type.
+        device: a torch device; the CPU when None.
+        keep_tie: as for `convert`, like the next two.
+        fold_affine: see there.
+        padded: see there.
+        revision: commit, branch or tag on the hub.
+        trust_remote_code: run the repository's own code.
+        announce: takes a line for each step.
+
+    Returns:
+        The conversion, and how its checkpoint loads: `native` or `remote`.
+
+    Raises:
+        ConversionError: it cannot be converted, the certificate failed, or it cannot be written.
+        ModelError, DataError: whatever is wrong with the model or the data.
+    """
+    if to not in ("rmsnorm", "crmsnorm"):
+        raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
+    with new_directory(out, keep=False):
+        pass  # say that it cannot be written before hours of work
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    model = load_model(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device, **where)
+    extras = _extras(name, model, where)
+    tokenizer = load_tokenizer(name, **where)
+    batches = text_batches(model, data, tokenizer, n_tokens, context)
+    announce(
+        f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
+    )
+    conversion = convert(
+        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, certify_on=batches
+    )  # fmt: skip
+    return conversion, save(conversion, out, extras=extras)
+
+
+def text_batches(
+    model: PreTrainedModel, data: str | None, tokenizer: Any, n_tokens: int, context: int | None
+) -> list[dict[str, Tensor]]:
+    """Batches of real text for the certificate; none for a model that takes no token ids.
+
+    Raises:
+        DataError: there is a data source but the model takes no text, or ids are beyond the vocabulary.
+    """
+    takes_ids = model.main_input_name == "input_ids"
+    if data is None and (tokenizer is None or not takes_ids):
+        return []
+    if not takes_ids:
+        raise DataError(f"{type(model).__name__} takes {model.main_input_name}, not text; leave --data out")
+    length = context or min(256, max_context(model) or 256)
+    tokens = load_tokens(data or "sample", tokenizer, length)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    batches = []
+    for batch in tokens.batches(n_tokens, 2):
+        if int(batch.ids.max()) >= vocabulary:
+            raise DataError(f"token id {batch.ids.max()} is beyond the model's vocabulary of {vocabulary}")
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        if ids.shape[1] > 1:
+            batches.append({"input_ids": ids, **decoder})
+    return batches
+
+
+def _extras(name: str, model: PreTrainedModel, where: dict[str, Any]) -> list[Any]:
+    """What is saved along: the tokenizer, or whatever prepares the model's input."""
+    tokenizer = load_tokenizer(name, **where)
+    if tokenizer is not None:
+        return [tokenizer]
+    if model.main_input_name == "input_ids" or name in EMBEDDED:
+        return []
+    try:
+        return [transformers.AutoImageProcessor.from_pretrained(name, **where)]
+    except (OSError, ValueError, KeyError, ImportError, TypeError):
+        return []

@@ -1,0 +1,148 @@
+"""Trainable conversions take the same steps as the Pre-LN models they come from."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from zoo import tiny
+
+from normgeo import convert
+from normgeo.errors import ConversionError
+from normgeo.gauge import find_gauge
+from normgeo.models import example_inputs
+from normgeo.norms import RMSNorm
+from normgeo.trainable import bake
+
+STEPS = 50
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1}, "gpt_neox": {"hidden_dropout": 0.2},
+    "opt": {"dropout": 0.2}, "vit": {"hidden_dropout_prob": 0.2},
+}  # fmt: skip
+NONE = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt_neox": {}, "opt": {"dropout": 0.0},
+    "vit": {}, "bloom": {}, "stablelm": {},
+}  # fmt: skip
+
+
+def batch(model, seed=3):
+    inputs = example_inputs(model, 9, seed=seed)
+    return inputs, inputs.get("input_ids", torch.tensor([0, 1])).flatten()
+
+
+def trained(model, inputs, labels, steps=STEPS):
+    """Losses, in float64: transformers' own are computed in float32."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    model.train()
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = cross_entropy(model(**inputs).logits.flatten(0, -2), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def values(model):
+    """Every parameter under its plain name."""
+    names = ((n.replace("parametrizations.", "").replace(".original", ""), p) for n, p in model.named_parameters())
+    return {name.removeprefix("module."): p.detach() for name, p in names}
+
+
+def distance(a, b, writers):
+    """Largest relative difference of the parameters' part that the gauge does not touch."""
+    worst = 0.0
+    for name, x in values(a).items():
+        y = values(b)[name]
+        for axis in (s.axis for s in writers if s.parameter == name):
+            x, y = x - x.mean(axis, keepdim=True), y - y.mean(axis, keepdim=True)
+        worst = max(worst, ((x - y).norm() / x.norm()).item())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((n, c) for n, c in DROPOUT.items()), *((n, c) for n, c in NONE.items())],
+    ids=[*(f"{n}-dropout" for n in DROPOUT), *NONE],
+)  # fmt: skip
+def test_training_follows_the_original(name, changes):
+    model = tiny(name, **changes).double()
+    conversion = convert(model, trainable=True)
+    inputs, labels = batch(model)
+    original, converted = copy.deepcopy(model), conversion.model
+    expected, losses = trained(original, inputs, labels), trained(converted, inputs, labels)
+    assert expected[-1] < 0.9 * expected[0]  # it learns something
+    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
+    tied = {id(p) for p in original.get_output_embeddings().parameters()} if "gpt" in name or name == "opt" else set()
+    writers = [s for s in find_gauge(model).writers if id(original.get_parameter(s.parameter)) not in tied]
+    assert distance(original, converted, writers) < 1e-9
+    assert sum(isinstance(m, RMSNorm) for m in converted.modules()) == len(conversion.replaced) > 2
+
+
+def test_a_baked_conversion_does_drift():
+    """Why the parametrization is there: plain converted weights train to another model."""
+    model = tiny("gpt_neox").double()
+    inputs, labels = batch(model)
+    conversion = convert(model)
+    expected, losses = trained(copy.deepcopy(model), inputs, labels), trained(conversion.model, inputs, labels)
+    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) > 1e-6
+
+
+def test_baking_gives_plain_weights_and_the_same_outputs():
+    model = tiny("gpt2").double()
+    conversion = convert(model, trainable=True)
+    inputs, labels = batch(model)
+    trained(conversion.model, inputs, labels, steps=3)
+    plain = bake(conversion.model).eval()
+    assert not any(parametrize.is_parametrized(m) for m in plain.modules())
+    conversion.model.eval()
+    with torch.no_grad():
+        difference = plain(**inputs).logits - conversion.model(**inputs).logits
+    assert difference.abs().max() < 1e-14
+    assert any(parametrize.is_parametrized(m) for m in conversion.model.modules())  # the trained one is as it was
+
+
+def test_dropout_moves_the_recenter_behind_it():
+    with_dropout = convert(tiny("gpt2"), trainable=True)
+    assert {p.module for p in with_dropout.recentered} == {
+        "transformer.drop", "transformer.h.0.attn.resid_dropout", "transformer.h.0.mlp.dropout",
+        "transformer.h.1.attn.resid_dropout", "transformer.h.1.mlp.dropout",
+    }  # fmt: skip
+    without = convert(tiny("gpt2", **NONE["gpt2"]), trainable=True)
+    assert without.recentered == ()
+    with pytest.raises(ConversionError, match="trainable=True goes with"):
+        convert(tiny("gpt2"), to="crmsnorm", trainable=True)
+
+
+def rank(number, port, out):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    torch.set_num_threads(1)
+    model = tiny("gpt2").double()
+    converted = convert(model, trainable=True).model
+    inputs, labels = batch(model, seed=10 + number)
+    losses = [trained(DistributedDataParallel(m), inputs, labels, steps=10) for m in (copy.deepcopy(model), converted)]
+    if number == 0:
+        torch.save({"losses": losses, "values": values(converted)}, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_same(tmp_path):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(rank, args=(port, str(tmp_path / "out.pt")), nprocs=2)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    expected, losses = found["losses"]
+    assert len(losses) == 10
+    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
+    alone = convert(tiny("gpt2").double(), trainable=True).model
+    trained(alone, *batch(alone, seed=10), steps=10)
+    differs = max((alone_value - found["values"][n]).abs().max() for n, alone_value in values(alone).items())
+    assert differs > 1e-6  # the other rank's gradients took part
