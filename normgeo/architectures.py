@@ -221,9 +221,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_ff|dim_ff|mlp_dim|n_inner|dim_feedforward|"
      r"feedforward_dim|mlp_hidden_size|intermediate_dim|feed_forward_hidden_size)", _to(FFN)),
     (r"embed_dim|embedding_dim|hidden_size|patch_embeds_hidden_size", _width),
-    (r"(.*_)?(hidden_sizes?|d_model|d_latents|mask_feature_size|fpn_feature_size|output_channels|post_conv_in_channels|post_process_channels|intra_bottleneck_size|n_embd|embed_dims?|hidden_dims?|dim|width|embedding_dim|conv_dim|embedding_size|"
-     r"projection_size|emb_dim|proj_dim|.*projection_dim|embed_dim_per_stage|backbone_channel_list|emb_size|"
-     r"conv_channels|mid_channels|channel_list|layer_channels|hidden_dimension|.*_proj_size|project_dim)", _to(WIDTH)),
+    (r"(.*_)?(hidden_(sizes?|dims?|dimension)|d_model|d_latents|n_embd|embed_dims?|dim|width|embedding_(dim|size)|"
+     r"emb_(dim|size)|conv_(dim|channels)|proj(ect)?_dim|projection_size|\w*projection_dim|\w+_proj_size|"
+     r"embed_dim_per_stage|backbone_channel_list|channel_list|mid_channels|layer_channels|output_channels|"
+     r"post_conv_in_channels|post_process_channels|(mask|fpn)_feature_size|intra_bottleneck_size)", _to(WIDTH)),
     (r"initializer_range|init_std", lambda value, _: 0.1),
 )  # fmt: skip
 """What to do with an attribute, by its whole name; the first rule that matches says."""
