@@ -178,6 +178,7 @@ SPECIAL = re.compile(r"(.+)_token_(?:id|index|ids)")
 INDICES = r".*(_indexes|_indices|_layer_id|_feature_layer|_only_layers|extract_layers|_hook_ids)"
 
 RULES: tuple[tuple[str, Rule], ...] = (
+    (r"initializer_range|init_std", lambda value, _: 0.1),
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
     (INDICES, _index),
     (r"out_features|stage_names|_out_.*", _leave),
@@ -225,9 +226,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
      r"emb_(dim|size)|conv_(dim|channels)|proj(ect)?_dim|projection_size|\w*projection_dim|\w+_proj_size|"
      r"embed_dim_per_stage|backbone_channel_list|channel_list|mid_channels|layer_channels|output_channels|"
      r"post_conv_in_channels|post_process_channels|(mask|fpn)_feature_size|intra_bottleneck_size)", _to(WIDTH)),
-    (r"initializer_range|init_std", lambda value, _: 0.1),
 )  # fmt: skip
-"""What to do with an attribute, by its whole name; the first rule that matches says."""
+"""What to do with an attribute, by its whole name; the first rule that matches says, and what none matches stays."""
 
 EXCEPTIONS: dict[str, dict[str, Value]] = {
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
