@@ -204,6 +204,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"codebook_size", _at_most(128)),
     (r"vocab_size", lambda value, _: VOCABULARY if value is None else min(value, VOCABULARY)),
     (r"(.*_)?(vocab_size|vocab_size_per_layer_input|byte_group_vocab|entity_vocab)", _at_most(VOCABULARY)),
+    (r"num_(bpe|wordpiece|character)_labels", _at_most(VOCABULARY)),
+    (r"num_self_attends_per_block", _at_most(LAYERS)),
     (r"prediction_length", lambda value, _: value or 4),
     (r"axial_pos_embds_dim", lambda value, _: [WIDTH // 2, WIDTH // 2]),
     (r"coordinate_size", _all(12)),
