@@ -137,12 +137,12 @@ def _width(value: Value, config: dict[str, Value]) -> Value:
     return _to(WIDTH // 4 if staged else WIDTH)(value, config)
 
 
-def _index(value: Value, config: dict[str, Value]) -> Value:
+def _index(value: Value, config: dict[str, Value], first: int = 0) -> Value:
     """A layer's index, or a list of them, moved in proportion to the depth; a list stays strictly increasing."""
     depth, layers = _n_layers(config), len(_kept_layers(config))
     if not isinstance(depth, int) or depth == layers:
         return value
-    moved = _each(value, lambda v: v if v < 0 else v * layers // depth)
+    moved = _each(value, lambda v: v if v <= 0 else max(first, v * layers // depth))
     if isinstance(moved, list) and len(set(moved)) < len(moved):
         last = max(moved)
         moved = list(range(max(0, last + 1 - len(moved)), last + 1))
@@ -180,6 +180,7 @@ INDICES = r".*(_indexes|_indices|_layer_id|_feature_layer|_only_layers|extract_l
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"initializer_range|init_std", lambda value, _: 0.1),
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
+    (r"out_indices", lambda value, config: _index(value, config, first=1)),  # 0 is what comes before the layers
     (INDICES, _index),
     (r"out_features|stage_names|_out_.*", _leave),
     (r"rope_parameters|rope_scaling", _rope),
