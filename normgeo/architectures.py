@@ -66,15 +66,19 @@ def architectures() -> list[Architecture]:
     ordered = [*zip(TASKS.values(), tables, strict=True), ("base", modeling_auto.MODEL_MAPPING_NAMES)]
     ordered += [(n[10:-14].lower().replace("_", "-"), getattr(modeling_auto, n)) for n in rest]
     found: dict[str, Architecture] = {}
-    classes: dict[str, str] = {}
+    classes: set[str] = set()
     for task, table in ordered:
-        for model_type, names in table.items():
-            name = names if isinstance(names, str) else names[0]
-            if model_type in found or model_type not in configs or classes.get(name):
-                continue
-            classes[name] = model_type
-            found[model_type] = Architecture(model_type, task, name, configs[model_type])
+        named = [(k, v if isinstance(v, str) else v[0]) for k, v in table.items() if k in configs]
+        for model_type, name in sorted(named, key=lambda pair: not _is_named_after(pair[1], pair[0])):
+            if model_type not in found and name not in classes:
+                classes.add(name)
+                found[model_type] = Architecture(model_type, task, name, configs[model_type])
     return [found[k] for k in sorted(found)]
+
+
+def _is_named_after(cls: str, model_type: str) -> bool:
+    """Whether a class carries a model type's name: of several types that share a class, the one it is made for."""
+    return cls.lower().startswith(re.sub(r"[^a-z0-9]", "", model_type.lower()))
 
 
 def _each(value: Value, make: Callable[[Value], Value]) -> Value:
