@@ -27,7 +27,7 @@ from normgeo.architectures import Architecture, architectures, tiny
 from normgeo.centering import SIDE
 from normgeo.conversion import Conversion, convert
 from normgeo.errors import NormGeoError
-from normgeo.models import example_inputs
+from normgeo.models import default_dtype, example_inputs
 from normgeo.probing import float64_copy, outputs_of
 from normgeo.sites import NormSite, find_sites
 
@@ -119,16 +119,12 @@ def _runs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
 def _converted(model: PreTrainedModel) -> tuple[Conversion, float]:
     """The conversion in float64, and its largest relative error on inputs that it did not see."""
     model = float64_copy(model, tied=True)
-    usual = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)  # some models make constants in the default dtype
+    with default_dtype(torch.float64):
         conversion = convert(model)
         inputs = example_inputs(model, 9, seed=3)
         with torch.no_grad():
             pairs = zip(outputs_of(model, inputs), outputs_of(conversion.model, inputs), strict=True)
             return conversion, max(((x - y).abs().max() / x.abs().max()).item() for x, y in pairs)
-    finally:
-        torch.set_default_dtype(usual)
 
 
 def _line(error: Exception) -> str:

@@ -28,7 +28,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from normgeo import converted, norms
+from normgeo import converted, models, norms
 from normgeo.conversion import Conversion
 from normgeo.converted import PREFIX
 from normgeo.errors import ConversionError
@@ -162,17 +162,26 @@ def _names(mapping: dict[str, Any]) -> list[str]:
     return [name for value in mapping.values() for name in (value if isinstance(value, (tuple, list)) else [value])]
 
 
+def _native(cls: type) -> type:
+    """The class of transformers that this is, or was before it was converted."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("transformers."):
+            return base
+        if not base.__module__.endswith((converted.__name__, "modeling_normgeo", models.__name__)):
+            break
+    raise ConversionError(
+        f"{cls.__name__} comes with its own code, and a checkpoint cannot rely on that; use the converted model in "
+        "memory, or save its state_dict"
+    )
+
+
 def write_config(config: PretrainedConfig, cls: type, recipe: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
     """Write config.json and the modelling files.
 
     Raises:
         ConversionError: the model's code is not part of transformers.
     """
-    if not cls.__module__.startswith("transformers.") or not type(config).__module__.startswith("transformers."):
-        raise ConversionError(
-            f"{cls.__name__} comes with its own code, and a checkpoint cannot rely on that; use the "
-            "converted model in memory, or save its state_dict"
-        )
+    cls, settings = _native(cls), _native(type(config))
     model_type = PREFIX + str(config.model_type).removeprefix(PREFIX)
     raw = config.to_dict() | {
         "model_type": model_type, "auto_map": auto_map(cls), "architectures": [cls.__name__], "normgeo": recipe,
@@ -181,7 +190,7 @@ def write_config(config: PretrainedConfig, cls: type, recipe: dict[str, Any], fo
     raw.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))
     names = {
-        "config_module": type(config).__module__, "config": type(config).__name__, "model_module": cls.__module__,
+        "config_module": settings.__module__, "config": settings.__name__, "model_module": cls.__module__,
         "model": cls.__name__, "model_type": model_type,
     }  # fmt: skip
     code = inspect.getsource(converted).replace("from normgeo.norms import", "from .normgeo_norms import")

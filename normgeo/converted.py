@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from normgeo.norms import CRMSNorm, RMSNorm
 
-__all__ = ["PREFIX", "TiedHead", "add_bias", "converted_class", "put", "rebuild", "recenter_at", "reshape"]
+__all__ = ["PREFIX", "TiedHead", "add_bias", "converted_class", "put", "rebuild", "recenter_at", "replaced", "reshape"]
 
 PREFIX = "normgeo_"
 """What the `model_type` of a converted checkpoint begins with."""
@@ -64,11 +64,16 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
+def replaced(values: Any, index: int, new: Any) -> Any:
+    """A tuple or list like this one with another value at an index."""
+    parts = [*values[:index], new, *values[index + 1 :]]
+    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+
+
 def _without_mean(value: Any, argument: int | str, mode: str) -> Any:
     """Recenter(x) = x - mu(x) 1 (*Pre-RMSNorm* section 3.1) of one of several values; then drop or zero the last."""
     if isinstance(value, (tuple, list)):
-        index = int(argument)
-        return type(value)((*value[:index], _without_mean(value[index], 0, mode), *value[index + 1 :]))
+        return replaced(value, int(argument), _without_mean(value[int(argument)], 0, mode))
     wide = value if value.dtype == torch.float64 else value.float()
     wide = wide - wide.mean(-1, keepdim=True)
     if mode != "keep":

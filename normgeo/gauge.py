@@ -144,12 +144,21 @@ def _generic(
 
 @torch.no_grad()
 def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
-    """|w.g| / (|w| |g|) for each row w of `weights` (a row of ones when None), along an axis of a gradient."""
+    """How much is left of a sum along an axis: |sum_a w_a g_a| / sqrt(sum_a |w_a g_a|^2), for each row w of `weights`.
+
+    About 1 for unrelated summands, sqrt(d) for equal ones, and rounding when the sum vanishes.
+    """
     g = gradient.movedim(axis, 0).flatten(1) if gradient.ndim > 1 else gradient[:, None]
     w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights
-    norm = g.norm()
-    total = (w @ g).norm(dim=1) / (w.norm(dim=1) * norm)
-    return total if norm > 0 else torch.full_like(total, math.inf)
+    scale = (w.square() @ g.square().sum(1)).sqrt()
+    return torch.where(scale > 0, (w @ g).norm(dim=1) / scale, torch.inf)
+
+
+def _aligned(gradient: Tensor | None) -> float:
+    """1 for a gradient along the uniform vector everywhere, about 1/sqrt(d) for any other, 0 for none."""
+    if gradient is None or not bool(gradient.norm() > 0):
+        return 0.0
+    return float(ratio(gradient, -1)) / math.sqrt(gradient.shape[-1])
 
 
 class _Probe:
@@ -176,9 +185,9 @@ class _Probe:
         writers, scaled, readers = self._sorted(
             dict(zip(named, visible, strict=True)), dict(zip(named, moved, strict=True))
         )
-        hidden = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
+        seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
-        invisible = tuple(place for place in dict.fromkeys(places) if place not in hidden)
+        invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
         tables = self._tables([o.detach() for o in outputs])
         return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites)
 
@@ -203,7 +212,8 @@ class _Probe:
             center(self.model.get_parameter(name), axis)
         outputs, by_site, trace = self._pass()
         self._gradients(outputs, trace, [])
-        return {key: who for key, mean in by_site.items() if (who := self._raw(mean, trace, outputs))}
+        moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
+        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, outputs))}
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -252,15 +262,19 @@ class _Probe:
         for name, buffer in list(self.model.named_buffers()):
             for axis, size in enumerate(buffer.shape):
                 if size in self.widths and buffer.is_floating_point() and buffer.ndim > 1:
-                    kept = buffer.clone()
+                    kept, means = buffer.clone(), self._means()
                     buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
-                    shifted = same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
-                    buffer.copy_(kept).add_(torch.randn_like(buffer))
-                    used = not same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
+                    hidden = same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
+                    moves = not same(means, self._means(), INVISIBLE)
                     buffer.copy_(kept)
-                    if shifted and used and not self._regenerates(name):
+                    if hidden and moves and not self._regenerates(name):
                         found.append(Shift(name, axis))
         return tuple(found)
+
+    def _means(self) -> list[Tensor]:
+        with site_inputs(self.model, [s for s in self.sites if s.kind == "layernorm"]) as given:
+            outputs_of(self.model, self.inputs)
+        return [x.mean(-1) for tensors in given.values() for x in tensors]
 
     def _regenerates(self, name: str) -> bool:
         """Whether the model makes this table anew when an input is longer: then what is centered would be undone."""
@@ -276,8 +290,7 @@ class _Probe:
         moved = torch.autograd.grad(mean, [u.tensor for u in trace.uses], retain_graph=True, allow_unused=True)
         sources = [
             use for use, g, m in zip(trace.uses, trace.gradients, moved, strict=True)
-            if use.place.side == "output" and m is not None and bool(m.norm() > 0)
-            and float(ratio(m, -1)) > 1 - INVISIBLE and not _vanishes(g)
+            if use.place.side == "output" and _aligned(m) > 1 - INVISIBLE and not _vanishes(g)
         ]  # fmt: skip
         if not sources:
             return ()
@@ -299,7 +312,7 @@ class _Probe:
         if source is tensor or not tensor.requires_grad:
             return False
         (moved,) = torch.autograd.grad(self._noise(tensor.mean(-1)), [source], retain_graph=True, allow_unused=True)
-        return moved is not None and bool(moved.norm() > 0) and float(ratio(moved, -1)) > 0.5
+        return _aligned(moved) > 0.5
 
 
 def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,6 +26,7 @@ __all__ = [
     "TwinConfig",
     "TwinLMHeadModel",
     "base_model",
+    "default_dtype",
     "example_inputs",
     "load_model",
     "load_tokenizer",
@@ -159,7 +162,7 @@ def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     """The class of a converted model, built here instead of by the code in its checkpoint."""
     kind = raw.pop("model_type").removeprefix(PREFIX)
     native = type(transformers.AutoConfig.for_model(kind))
-    config = type("ConvertedConfig", (native,), {"model_type": PREFIX + kind})
+    config = type("ConvertedConfig", (native,), {"model_type": PREFIX + kind, "__module__": __name__})
     model = getattr(transformers, raw["architectures"][0])
     return config.from_dict(raw), converted_class(model, config)
 
@@ -219,6 +222,17 @@ def max_context(model: PreTrainedModel) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Models make constants in the default dtype; in float64 these have to be float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -58,6 +58,7 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
+        x = x.contiguous()  # as torch's own norms give it, which models rely on
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
         if self.weight is not None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from normgeo.converted import replaced
 from normgeo.errors import ModelError
+from normgeo.models import default_dtype
 from normgeo.sites import NormSite
 
 __all__ = ["Place", "Trace", "Use", "float64_copy", "outputs_of", "same", "site_inputs", "tied", "traced", "untie"]
@@ -41,8 +43,12 @@ class Use(NamedTuple):
 
 @dataclass
 class Trace:
-    """The tensors of one forward pass, in order, and the gradients with respect to them."""
+    """The tensors of one forward pass, in order, and the gradients with respect to them.
 
+    `blocked` are places where something of another width passed too: a module may be called more than once.
+    """
+
+    blocked: set[Place] = field(default_factory=set)
     uses: list[Use] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -104,17 +110,6 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Models make constants in the default dtype; in float64 these have to be float64 too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def _seeded(wanted: bool) -> Iterator[None]:
     with torch.random.fork_rng(enabled=wanted):
         if wanted:
@@ -133,7 +128,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
     try:
-        with _default_dtype(model.dtype), _seeded(model.training):
+        with default_dtype(model.dtype), _seeded(model.training):
             result = model(**inputs, return_dict=True)
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
@@ -183,8 +178,13 @@ def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
     def wanted(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths
 
+    def note_other(x: Any, place: Place) -> None:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            trace.blocked.add(place)
+
     def alias(x: Any, place: Place, leaf: bool) -> Any:
         if not wanted(x):
+            note_other(x, place)
             return x
         # a tensor cut off from the graph (a table read under no_grad) starts a graph of its own
         view = x.view_as(x) if x.requires_grad else x.detach().requires_grad_().clone()
@@ -204,10 +204,11 @@ def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
             several = isinstance(output, (tuple, list))
             first: Any = next(iter(output), None) if several else output
             if not wanted(first):
+                note_other(first, Place(name, "output"))
                 return None
             if not first.requires_grad:
                 first = alias(first, Place(name, "output"), leaf)
-                return type(output)((first, *output[1:])) if several else first
+                return replaced(output, 0, first) if several else first
             hold(Use(Place(name, "output"), first, first.untyped_storage().data_ptr(), leaf))
             return None
 

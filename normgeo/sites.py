@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError
-from normgeo.models import example_inputs
+from normgeo.models import default_dtype, example_inputs
 
 __all__ = ["NormSite", "Role", "find_sites"]
 
@@ -190,7 +190,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     trace = _Trace()
     try:
-        with torch.no_grad(), evaluating(model), _hooked(model, trace):
+        with torch.no_grad(), evaluating(model), _hooked(model, trace), default_dtype(model.dtype):
             model(**inputs)
     except Exception as error:
         raise ModelError(

@@ -1,10 +1,10 @@
 r"""Converted models that train like their originals (*Pre-RMSNorm* section 3.4.1 and 4.1).
 
 Fine-tuning a converted model drifts away from what the Pre-LN model would have become: an optimizer moves the means
-that the conversion removed. Here each writer keeps its parameter V and acts with W = center(V): the gradient with respect
-to V is what the Pre-LN model's is, which has no mean along the gauge's axis either, so that every optimizer takes the
-same steps. Dropout, stochastic depth and LayerScale do not commute with centering: where one of them follows a writer,
-its output is recentered instead.
+that the conversion removed. Here each writer keeps its parameter V and acts with W = center(V): the gradient for V is
+what the Pre-LN model's is, which has no mean along the gauge's axis either, so that all optimizers take the same steps.
+Dropout, stochastic depth and LayerScale do not commute with centering: where one of them follows a writer, its output
+is recentered instead.
 """
 
 from __future__ import annotations

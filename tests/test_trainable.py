@@ -93,7 +93,7 @@ def test_a_baked_conversion_does_drift():
 
 
 def test_baking_gives_plain_weights_and_the_same_outputs():
-    model = tiny("gpt2").double()
+    model = tiny("gpt2", **NONE["gpt2"]).double()
     conversion = convert(model, trainable=True)
     inputs, labels = batch(model)
     trained(conversion.model, inputs, labels, steps=3)

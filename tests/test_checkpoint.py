@@ -1,0 +1,223 @@
+"""Checkpoints of converted models: loaded in a process where this package cannot be imported."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from normgeo import checkpoint, convert, decompress, load_model
+from normgeo.checkpoint import save
+from normgeo.cli import app
+from normgeo.converting import convert_checkpoint
+from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError
+from normgeo.models import EMBEDDED, example_inputs
+
+LOADER = """
+import sys
+sys.modules["normgeo"] = None  # importing it raises ImportError
+import torch, transformers
+path, auto, facts, trust = sys.argv[1:]
+kwargs = {"trust_remote_code": True} if trust == "remote" else {}
+model = getattr(transformers, auto).from_pretrained(path, **kwargs).eval()
+facts = torch.load(facts, weights_only=True)
+with torch.no_grad():
+    logits = model(**facts["inputs"]).logits
+assert torch.equal(logits, facts["logits"]), (logits - facts["logits"]).abs().max()
+if "generated" in facts:
+    made = model.generate(facts["inputs"]["input_ids"], max_new_tokens=5, do_sample=False)
+    assert torch.equal(made, facts["generated"]), made
+print("the same")
+"""
+CASES = [
+    ("gpt2", "AutoModelForCausalLM", {}, "remote"),
+    ("gpt2", "AutoModelForCausalLM", {"keep_tie": True}, "remote"),
+    ("gpt2", "AutoModelForCausalLM", {"to": "crmsnorm"}, "remote"),
+    ("bloom", "AutoModelForCausalLM", {"to": "crmsnorm", "padded": True}, "remote"),
+    ("vit", "AutoModelForImageClassification", {"to": "crmsnorm"}, "remote"),
+    ("bert", "AutoModelForMaskedLM", {"fold_affine": True}, "remote"),
+    ("olmo", "AutoModelForCausalLM", {}, "native"),
+]
+
+
+def load_elsewhere(path, auto, facts, how, tmp_path):
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOADER, str(path), auto, str(facts), how]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+
+
+@pytest.mark.parametrize(("name", "auto", "options", "expected"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_a_checkpoint_loads_without_this_package(name, auto, options, expected, tmp_path):
+    conversion = convert(zoo.tiny(name), **options)
+    how = save(conversion, tmp_path / "out")
+    assert how == expected
+    model, inputs = conversion.model, example_inputs(conversion.model, 9)
+    with torch.no_grad():
+        facts = {"inputs": inputs, "logits": model(**inputs).logits}
+    if auto == "AutoModelForCausalLM":
+        facts["generated"] = model.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
+    torch.save(facts, tmp_path / "facts.pt")
+    result = load_elsewhere(tmp_path / "out", auto, tmp_path / "facts.pt", how, tmp_path)
+    assert "the same" in result.stdout, result.stderr[-2000:]
+    mine = load_model(tmp_path / "out")  # without running the checkpoint's code
+    with torch.no_grad():
+        assert torch.equal(mine(**inputs).logits, facts["logits"])
+
+
+def test_a_tied_head_is_saved_once(tmp_path):
+    save(convert(zoo.tiny("gpt2"), keep_tie=True), tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        shared = {"lm_head.weight", "transformer.wte.weight"} & set(file.keys())
+    assert len(shared) == 1
+    model = load_model(tmp_path / "out")
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_nothing_loads_it_as_the_native_model_by_mistake(tmp_path):
+    save(convert(zoo.tiny("gpt2")), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "normgeo_gpt2"
+    assert set(config["auto_map"]) >= {"AutoConfig", "AutoModelForCausalLM"}
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["certificate"]["passed"] is True
+
+
+def test_olmo_becomes_a_plain_llama(tmp_path):
+    model = zoo.tiny("olmo")
+    assert save(convert(model), tmp_path / "out") == "native"
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = example_inputs(model, 11)
+    with torch.no_grad():
+        expected, found = model(**inputs).logits, llama(**inputs).logits
+    assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_loaded_compressed_model_decompresses(tmp_path):
+    conversion = convert(zoo.tiny("gpt_neox"), to="crmsnorm")
+    save(conversion, tmp_path / "small")
+    save(decompress(load_model(tmp_path / "small")), tmp_path / "wide")
+    inputs = example_inputs(conversion.model, 9)
+    with torch.no_grad():
+        a, b = conversion.model(**inputs).logits, load_model(tmp_path / "wide")(**inputs).logits
+    assert (a - b).abs().max() < 1e-5 * a.abs().max()
+
+
+# --- mistakes and accidents -------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_certified_is_not_saved(tmp_path):
+    with pytest.raises(ConversionError, match="did not pass"):
+        save(convert(zoo.tiny("gpt2"), to="naive-rmsnorm"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    conversion = convert(zoo.tiny("gpt2"))
+    monkeypatch.setattr(checkpoint, "save_torch_state_dict", full)
+    with pytest.raises(ConversionError, match="the disk is full; nothing was left behind"):
+        save(conversion, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(ConversionError, match="exists already"):
+        convert_checkpoint("embedded-layernorm", tmp_path / "out")
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "precious"]
+
+
+def test_a_model_with_its_own_code_is_not_saved(tmp_path):
+    cls = type(zoo.tiny("gpt2"))
+    conversion = convert(zoo.tiny("gpt2"))
+    conversion.model.__class__ = type("Own", (cls,), {"__module__": "transformers_modules.own"})
+    with pytest.raises(ConversionError, match="its own code"):
+        save(conversion, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def quantized():
+    model = zoo.tiny("gpt2")
+    model.config.quantization_config = {"quant_method": "gptq"}
+    return model
+
+
+def packed():
+    model = zoo.tiny("gpt2")
+    weight = model.transformer.h[0].mlp.c_proj.weight
+    model.transformer.h[0].mlp.c_proj.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    return model
+
+
+def adapted():
+    model = zoo.tiny("gpt2")
+    model.transformer.h[0].mlp.lora_A = torch.nn.Linear(32, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"), [(quantized, "load it without quantization"), (packed, "int8; load it unpacked"),
+                       (adapted, "merge_and_unload"), (lambda: zoo.tiny("gpt2").to("meta"), "no weights")],
+)  # fmt: skip
+def test_weights_that_are_no_plain_numbers_are_refused(make, says):
+    with pytest.raises(ConversionError, match=says):
+        convert(make())
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(*args):
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["convert", *map(str, args)])
+    return result, result.exception
+
+
+def test_the_command_converts_certifies_and_saves(tmp_path):
+    result, error = run("embedded-layernorm", tmp_path / "out", "--tokens", 512, "--to", "crmsnorm")
+    assert error is None
+    assert "13 norms replaced, 0 kept" in result.stdout
+    assert "perplexity" in result.stdout
+    certificate = json.loads((tmp_path / "out" / "conversion.json").read_text())["certificate"]
+    assert certificate["tokens"] == 510  # the first of each of two contexts has nothing before it
+    assert abs(certificate["perplexity_original"] - certificate["perplexity_converted"]) < 1e-3
+    text = AutoTokenizer.from_pretrained(tmp_path / "out")("A river in", return_tensors="pt")
+    assert load_model(tmp_path / "out")(**text).logits.shape[-1] == 4096
+
+
+def test_half_precision_is_kept(tmp_path):
+    zoo.tiny("gpt2").to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    run(tmp_path / "in", tmp_path / "out")
+    assert load_model(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_mistakes_get_one_clear_error_and_leave_nothing(tmp_path):
+    zoo.tiny("llama").save_pretrained(tmp_path / "llama")
+    zoo.tiny("vit").save_pretrained(tmp_path / "vit")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for args, kind, says in (
+        ((tmp_path / "llama",), ConversionError, "all its norms are RMSNorm already"),
+        ((tmp_path / "empty",), ModelError, "cannot load"),
+        ((tmp_path / "adapter",), ConversionError, "merge_and_unload"),
+        ((tmp_path / "vit", "--data", "sample"), DataError, "not text"),
+        ((EMBEDDED["embedded-layernorm"], "--to", "naive-rmsnorm"), ConversionError, "not saved"),
+        ((EMBEDDED["embedded-layernorm"], "--data", tmp_path / "missing.txt"), DataError, "missing.txt"),
+    ):
+        result, error = run(args[0], tmp_path / "out", *args[1:])
+        assert isinstance(error, kind), (args, error)
+        assert isinstance(error, NormGeoError)
+        assert says in str(error)
+        assert result.exit_code != 0
+        assert not (tmp_path / "out").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "empty", "llama", "vit"]
