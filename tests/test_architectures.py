@@ -10,7 +10,7 @@ import transformers
 from analyses import coverage
 from normgeo import architectures as module
 from normgeo.architectures import Architecture, architectures, perturb, tiny, tiny_config
-from normgeo.certify import EXACT
+from normgeo.certify import EXACT, SINGLE
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
 
@@ -25,6 +25,9 @@ FAST = [
     "siglip_text_model", "speech_to_text", "stablelm", "starcoder2", "vit", "vit_msn", "vivit",
     "whisper", "xglm",
 ]  # fmt: skip
+
+
+CAST = {"olmo"}  # computes its norms in float32, also when it is given float64
 
 
 def test_the_list_is_generated_and_large():
@@ -89,15 +92,15 @@ def test_what_cannot_be_built_says_why(monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(FAST)))
 def test_pre_ln_architectures_convert_completely(name):
     row = coverage.cover(ALL[name])
-    assert row.family == "pre-ln", row
+    assert row.family in ("pre-ln", "mixed"), row
     assert row.verdict == "complete", row
-    assert row.error_rel < EXACT or row.error_rel < 1e-5, row
+    assert row.error_rel < (SINGLE if name in CAST else EXACT), row
     assert row.replaced + row.untouched <= row.sites
 
 
 @pytest.mark.parametrize(
     ("name", "family", "verdict"),
-    [("llama", "rmsnorm", "refused"), ("bert", "post-ln", "complete"), ("openai-gpt", "post-ln", "refused"),
+    [("llama", "rmsnorm", "none"), ("bert", "post-ln", "complete"), ("openai-gpt", "post-ln", "refused"),
      ("clip", "pre-ln", "partial"), ("resnet", "none", "none"), ("pix2struct", "not built", "none")],
 )  # fmt: skip
 def test_the_others_say_why_not(name, family, verdict):
