@@ -1,6 +1,6 @@
 """Angles of any choice of tokens, from a run's scalars: first positions left out (*Geometry* fig. 3).
 
-cos(theta) = (x.u) / (|x| |u|) follows from |x| and x.u, which `scalars.zarr` holds for every token and norm, so a mask
+`scalars.zarr` holds the norm and the angles of every token at every norm, before and after it, so a mask
 needs no model. A mask is a function of the store: an array of bool over tokens from its `id`, `document`, `position`.
 """
 

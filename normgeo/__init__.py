@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normgeo.angles import AngleTable, measure_angles
+    from normgeo.comparison import Comparison, compare
     from normgeo.conversion import Conversion, convert, decompress
     from normgeo.errors import NormGeoError
     from normgeo.gauge import find_gauge
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AngleTable",
     "CRMSNorm",
+    "Comparison",
     "Conversion",
     "Directions",
     "LayerNorm",
@@ -32,6 +34,7 @@ __all__ = [
     "ScalarStore",
     "TokenStream",
     "angle",
+    "compare",
     "convert",
     "decompress",
     "find_gauge",
@@ -45,6 +48,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Comparison": "comparison", "compare": "comparison",
     "Conversion": "conversion", "convert": "conversion", "decompress": "conversion", "find_gauge": "gauge",
     "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",

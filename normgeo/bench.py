@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import inspect
 import itertools
 import multiprocessing
@@ -48,6 +50,11 @@ def bench_stream(
 ) -> pd.DataFrame:
     """Time the stream and its alternatives, interleaved: every variant once a round, in random order, on one batch.
 
+    The base model runs before and after every other variant, which is compared with the mean of the two, so that what
+    changes while the benchmark runs (clock rates, other processes) changes both. Every variant has modules of its own
+    around the same weights, since some of them leave hooks behind, and while the benchmark runs memory is not given
+    back to the system, so that none pays for what another has freed.
+
     Args:
         model: a model that takes token ids.
         tokens: the stream; each round takes its next batch of equal shape, and starts again where it ends.
@@ -58,7 +65,7 @@ def bench_stream(
         seed: of the order.
 
     Returns:
-        One row a variant. `ratio` is the median over rounds of the time over that of `base` in the same round, with
+        One row a variant. `ratio` is the median over rounds of the time over that of `base` just before and after, with
         quartiles `q25` and `q75`; `seconds` is the median time itself.
 
     Raises:
@@ -67,15 +74,27 @@ def bench_stream(
     sites = find_sites(model)
     batches = _alike(tokens, batch, rounds + 1)
     runs = _variants(model, sites, null, null_every)
-    order, seconds = random.Random(seed), defaultdict[str, list[float]](list)
-    for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
-        for name in order.sample(VARIANTS, len(VARIANTS)):
-            _synchronize(model)
-            start = time.perf_counter()
-            runs[name](chunk)
-            _synchronize(model)
-            if number:
-                seconds[name].append(time.perf_counter() - start)
+    order = random.Random(seed)
+    seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+
+    def timed(name: str, chunk: TokenBatch) -> float:
+        _synchronize(model)
+        start = time.perf_counter()
+        runs[name](chunk)
+        _synchronize(model)
+        return time.perf_counter() - start
+
+    with _memory_kept():
+        for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
+            before = timed("base", chunk)
+            for name in order.sample(VARIANTS[1:], len(VARIANTS) - 1):
+                found, after = timed(name, chunk), timed("base", chunk)
+                if number:
+                    seconds[name].append(found)
+                    seconds["base"].append(after)
+                    ratios[name].append(2 * found / (before + after))
+                before = after
+    ratios["base"] = [1.0]
     about = {
         "device": _device_name(model), "torch": torch.__version__, "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(), "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
@@ -84,8 +103,7 @@ def bench_stream(
     }  # fmt: skip
     rows = []
     for name in VARIANTS:
-        ratios = np.array(seconds[name]) / np.array(seconds["base"])
-        q25, ratio, q75 = np.quantile(ratios, [0.25, 0.5, 0.75])
+        q25, ratio, q75 = np.quantile(ratios[name], [0.25, 0.5, 0.75])
         found = {"variant": name, "ratio": ratio, "q25": q25, "q75": q75, "seconds": float(np.median(seconds[name]))}
         rows.append(found | about)
     return pd.DataFrame(rows)
@@ -99,51 +117,80 @@ def _alike(tokens: TokenStream, batch: int, rounds: int) -> list[TokenBatch]:
     return [b for b in found if b.ids.shape == found[0].ids.shape]
 
 
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own: hooks on one are not on the other."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+@contextmanager
+def _memory_kept() -> Iterator[None]:
+    """Have glibc serve every size from memory it keeps; otherwise large tensors are mapped and zeroed at each use."""
+    trim_threshold, mmap_max = -1, -4
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library
+        yield
+        return
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:
+        mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
+        mallopt(trim_threshold, 1 << 26)
+
+
 def _variants(
     model: PreTrainedModel, sites: Sequence[NormSite], null: int, null_every: int
 ) -> dict[str, Callable[[TokenBatch], Any]]:
-    base = base_model(model)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
-    modules, names = dict(model.named_modules()), list(dict.fromkeys(site.name for site in sites))
-    norms = [modules[name] for name in names]
 
-    def plain(runner: PreTrainedModel, chunk: TokenBatch) -> None:
-        with torch.inference_mode():
-            forward(runner, chunk, vocabulary)
+    def plain(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
+        def run(chunk: TokenBatch) -> None:
+            with torch.inference_mode():
+                forward(runner, chunk, vocabulary)
 
-    def hidden_states(chunk: TokenBatch) -> None:
-        ids = torch.from_numpy(chunk.ids).to(model.device)
-        options = {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
-        with torch.inference_mode():
-            base(input_ids=ids, output_hidden_states=True, **options)
+        return run
 
-    def cosines(chunk: TokenBatch) -> None:
-        kept: list[Tensor] = []
-        with _watched(norms, lambda x: kept.append(torch.cosine_similarity(x, torch.ones_like(x), dim=-1))):
-            plain(base, chunk)
-
-    def clones(chunk: TokenBatch) -> None:
-        kept: list[Tensor] = []
-        with _watched(norms, lambda x: kept.append(x.clone())):
-            plain(base, chunk)
-
-    def measured(k: int) -> Callable[[TokenBatch], None]:
-        statistics = new_statistics(model, sites, null=k, seed=0, null_every=null_every, bos=None)
+    def hidden_states(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
+        options = {"use_cache": False} if "use_cache" in inspect.signature(runner.forward).parameters else {}
 
         def run(chunk: TokenBatch) -> None:
-            for _ in stream(model, sites, [chunk], [statistics]):
+            ids = torch.from_numpy(chunk.ids).to(model.device)
+            with torch.inference_mode():
+                runner(input_ids=ids, output_hidden_states=True, **options)
+
+        return run
+
+    def watched(twin: PreTrainedModel, look: Callable[[Tensor], Tensor]) -> Callable[[TokenBatch], None]:
+        modules, forward_pass = dict(twin.named_modules()), plain(base_model(twin))
+        norms = [modules[name] for name in dict.fromkeys(site.name for site in sites)]
+
+        def run(chunk: TokenBatch) -> None:
+            kept: list[Tensor] = []
+            with _watched(norms, lambda x: kept.append(look(x))):
+                forward_pass(chunk)
+
+        return run
+
+    def measured(twin: PreTrainedModel, k: int) -> Callable[[TokenBatch], None]:
+        statistics = new_statistics(twin, sites, null=k, seed=0, null_every=null_every, bos=None)
+
+        def run(chunk: TokenBatch) -> None:
+            for _ in stream(twin, sites, [chunk], [statistics]):
                 pass
 
         return run
 
     return {
-        "base": lambda chunk: plain(base, chunk),
-        "full": lambda chunk: plain(model, chunk),
-        "output_hidden_states": hidden_states,
-        "cosine_hooks": cosines,
-        "clone_hooks": clones,
-        "statistics": measured(0),
-        "statistics_null": measured(null),
+        "base": plain(base_model(_twin(model))),
+        "full": plain(_twin(model)),
+        "output_hidden_states": hidden_states(base_model(_twin(model))),
+        "cosine_hooks": watched(_twin(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
+        "clone_hooks": watched(_twin(model), torch.clone),
+        "statistics": measured(_twin(model), 0),
+        "statistics_null": measured(_twin(model), null),
     }
 
 

@@ -252,6 +252,42 @@ def train(
         training.save_twin(model, tokenizer, out / kind, torch.float32, note)
 
 
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="The reference: hub id, local directory, or embedded name.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with it.")],
+    data: Annotated[
+        str | None, typer.Option(help="What `angles` takes.", show_default="sample for the pair, else wikipedia")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens a model sees together.", show_default="up to 1024")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Contexts that go through a model together.")] = 8,
+    naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write.", show_default="runs/compare-<A>-<B>-<date>")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="What `angles` takes as --dtype.")] = None,
+    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds of timing, every model once a round; 0 for none.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of random directions and of the order of timing.")] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+) -> None:
+    """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
+    from normgeo.comparison import compare_run, default_out
+
+    _quiet()
+    where = out or default_out(a, b)
+    result = compare_run(
+        a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device, dtype=dtype,
+        null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code, announce=console.print,
+    )  # fmt: skip
+    console.print(result.table(console.width), highlight=False, markup=False)
+    console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")
+
+
 def main() -> None:
     """Run the command line: an error that normgeo raises on purpose is one line, and the exit status is 1."""
     debug = "--debug" in sys.argv

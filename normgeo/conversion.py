@@ -10,6 +10,7 @@ r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm or Pre-CRM
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +24,19 @@ from normgeo.centering import SIDE, center_all
 from normgeo.certify import Certificate, certificate_inputs, certify
 from normgeo.compression import compress, expand, fold
 from normgeo.converted import rebuild
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, NormGeoError
 from normgeo.gauge import INVISIBLE, Gauge, find_gauge
 from normgeo.models import example_inputs
 from normgeo.probing import Place, float64_copy, outputs_of, same, tied, untie
+from normgeo.shallow import shallow_gauge
 from normgeo.sites import NormSite, find_sites
 from normgeo.trainable import parametrized
 
 __all__ = ["Conversion", "convert", "decompress"]
 
+
+LARGE = 1_000_000_000
+"""Above so many parameters the gauge is found on a copy of the architecture with few layers."""
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -103,8 +108,7 @@ def convert(
     _check(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
     inputs = example_inputs(model) if inputs is None else inputs
     if gauge is None:
-        with torch.enable_grad():
-            gauge = find_gauge(model, inputs, training=trainable)
+        gauge = _gauge(model, inputs, trainable)
     if not gauge.layernorms:
         raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
     if trainable:
@@ -176,6 +180,14 @@ def decompress(model: PreTrainedModel) -> Conversion:
         raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
     places = tuple(Place(*place[:3]) for place in recipe["recenter"])
     return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
+
+
+@torch.enable_grad()
+def _gauge(model: PreTrainedModel, inputs: dict[str, Tensor], training: bool) -> Gauge:
+    if sum(p.numel() for p in model.parameters()) > LARGE:
+        with contextlib.suppress(NormGeoError):  # an architecture that is not the same with fewer layers
+            return shallow_gauge(type(model), model.config, training=training)
+    return find_gauge(model, inputs, training=training)
 
 
 def _trainable(

@@ -20,23 +20,30 @@ from normgeo.examples import example_inputs
 from normgeo.norms import RMSNorm
 
 __all__ = [
+    "DTYPES",
     "EMBEDDED",
     "TABLE_1",
     "ModelCard",
     "TwinConfig",
     "TwinLMHeadModel",
     "base_model",
+    "config_and_class",
     "default_dtype",
     "example_inputs",
     "load_model",
     "load_tokenizer",
     "max_context",
+    "pick_device",
+    "pick_dtype",
     "weights_digest",
 ]
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {"embedded-layernorm": ASSETS / "layernorm", "embedded-rmsnorm": ASSETS / "rmsnorm"}
 """The pair that ships with the package: GPT-2 twins that differ in nothing but their norm."""
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+"""The dtypes a model can be loaded in, by the names the command line knows them by."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def load_model(
     revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        config, cls = _config_and_class(path, options, trust_remote_code)
+        config, cls = config_and_class(path, options, trust_remote_code)
         model = cls.from_pretrained(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options
         )
@@ -142,7 +149,8 @@ def load_model(
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+    """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
     if raw.get("model_type") == TwinConfig.model_type:
         raw.pop("model_type")  # the class says it
@@ -201,6 +209,24 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     ):  # what a missing tokenizer raises, by kind
         return None
     return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
+
+
+def pick_device(name: str) -> str:
+    """The torch device a name stands for; `auto` is CUDA, else MPS, else the CPU."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:
+    """The dtype a name stands for; None is float32 on the CPU and the checkpoint's own elsewhere.
+
+    Raises:
+        ModelError: there is no such dtype.
+    """
+    if name not in (None, "auto", *DTYPES):
+        raise ModelError(f"no dtype {name!r}; choose auto, {', '.join(DTYPES)}")
+    return DTYPES.get(name or ("float32" if device == "cpu" else "auto"), "auto")
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:

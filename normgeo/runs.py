@@ -32,7 +32,15 @@ from normgeo import figures
 from normgeo.angles import AngleTable, new_statistics, select_sites
 from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
-from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, weights_digest
+from normgeo.models import (
+    EMBEDDED,
+    load_model,
+    load_tokenizer,
+    max_context,
+    pick_device,
+    pick_dtype,
+    weights_digest,
+)
 from normgeo.progress import progress_bar
 from normgeo.scalars import ScalarWriter, bytes_needed
 from normgeo.sites import NormSite, find_sites
@@ -45,7 +53,6 @@ __all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
 DEFAULT_TOKENS = 1_000_000
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
-        if self.dtype not in (None, "auto", *DTYPES):
-            raise NormGeoError(f"no dtype {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        pick_dtype(self.dtype, self.device)
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
@@ -254,19 +260,12 @@ class _Job:
     about: dict[str, Any]
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
 def _prepare(config: RunConfig, name: str) -> _Job:
-    device = _device(config.device)
-    dtype = config.dtype or ("float32" if device == "cpu" else "auto")
+    device = pick_device(config.device)
     trust = config.trust_remote_code
     model = load_model(
-        name, dtype=DTYPES.get(dtype, "auto"), device=device, device_map=config.device_map, revision=config.revision,
-        trust_remote_code=trust,
+        name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
+        revision=config.revision, trust_remote_code=trust,
     )  # fmt: skip
     tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     is_ids = config.source.endswith(".npy")

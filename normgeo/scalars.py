@@ -1,12 +1,16 @@
-"""Per-token scalars in zarr: |x| and the dot products that every angle follows from, for any mask chosen afterwards.
+"""Per-token scalars in zarr: norms and angles, for any mask chosen afterwards.
 
 Layout of a `scalars.zarr` (zarr v3, opened by zarr, xarray and dask alike):
 
     tokens/id, tokens/document, tokens/position     [token]
     sites/<key>/pre, sites/<key>/post               [vector, quantity], float32
+    sites/<key>/standardized                        the same, for LayerNorm
 
-A site's vectors are its tokens in order (times its heads for a norm on heads). The quantities are |x|, x.û, x.â and
-x.b̂ with û = 1/sqrt(d), â, b̂ the unit vectors of the run's directions.
+A site's vectors are its tokens in order (times its heads for a norm on heads). The quantities are the norm and, in
+degrees, how far the vector's angles to the run's directions are short of a right angle, 90 - theta: the very numbers
+that the statistics have added up. Those of the uniform vector are left out for standardized vectors, where they are
+zero; RMSNorm's standardized vectors have the angles of its input. theta is resolved to 1e-5 degrees, near a direction
+as well.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from torch import Tensor
 from normgeo.errors import RunError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
-from normgeo.statistics import AngleStatistics, angles_from_scalars
+from normgeo.statistics import PHASES, AngleStatistics, standardized_norm
 from normgeo.tokens import TokenBatch
 
 __all__ = ["ScalarStore", "ScalarWriter", "bytes_needed"]
@@ -36,7 +40,16 @@ QUANTITIES = ("norm", *NAMES)
 def bytes_needed(sites: Sequence[NormSite], n_tokens: int, block: int) -> int:
     """Size in bytes of the scalars of `n_tokens` tokens in whole chunks of `block` tokens."""
     n_tokens = -(-n_tokens // block) * block
-    return n_tokens * (3 * 8 + sum(2 * 4 * len(QUANTITIES) * site.heads for site in sites))
+    return n_tokens * (3 * 8 + sum(4 * len(_quantities(p)) * site.heads for site in sites for p in _phases(site.kind)))
+
+
+def _phases(kind: str) -> tuple[str, ...]:
+    """The phases that are kept."""
+    return PHASES if kind == "layernorm" else ("pre", "post")
+
+
+def _quantities(phase: str) -> tuple[str, ...]:
+    return tuple(q for q in QUANTITIES if phase != "standardized" or q != "uniform")
 
 
 class ScalarWriter:
@@ -47,7 +60,8 @@ class ScalarWriter:
 
     def __init__(self, path: Path, sites: Sequence[NormSite], n_tokens: int, block: int) -> None:
         self.path, self.sites, self.n_tokens, self.block = path, list(sites), n_tokens, block
-        self._parts: list[tuple[TokenBatch, list[tuple[Tensor, Tensor]]]] = []
+        self._kept = [(i, p) for i, site in enumerate(self.sites) for p in _phases(site.kind)]
+        self._parts: list[tuple[TokenBatch, list[Tensor]]] = []
         self._arrays: dict[str, zarr.Array] = {}
 
     def create(self, directions: dict[int, Directions]) -> None:
@@ -60,20 +74,21 @@ class ScalarWriter:
         for name in ("id", "document", "position"):
             root.create_array(f"tokens/{name}", shape=(self.n_tokens,), chunks=(self.block,), dtype="int64",
                               compressors=None, dimension_names=("token",))  # fmt: skip
-        for site in self.sites:
-            gram = (directions[site.d].units @ directions[site.d].units[0]).tolist()
-            for phase in ("pre", "post"):
-                array = root.create_array(
-                    f"sites/{site.key}/{phase}", shape=(self.n_tokens * site.heads, len(QUANTITIES)),
-                    chunks=(self.block * site.heads, len(QUANTITIES)), dtype="float32", fill_value=float("nan"),
-                    compressors=None, dimension_names=("vector", "quantity"),
-                )  # fmt: skip
-                array.attrs.update({**asdict(site), "gram": gram})
+        for i, phase in self._kept:
+            site, quantities = self.sites[i], _quantities(phase)
+            array = root.create_array(
+                f"sites/{site.key}/{phase}", shape=(self.n_tokens * site.heads, len(quantities)),
+                chunks=(self.block * site.heads, len(quantities)), dtype="float32", fill_value=float("nan"),
+                compressors=None, dimension_names=("vector", "quantity"),
+            )  # fmt: skip
+            array.attrs.update({**asdict(site), "quantities": list(quantities)})
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
-        """Keep a copy of the projections of the batch that has just gone through the statistics."""
-        scalars = statistics.scalars
-        rows = [(scalars[i, "pre"].cpu(), scalars[i, "post"].cpu()) for i in range(len(self.sites))]
+        """Keep the norms and angles of the batch that has just gone through the statistics."""
+        rows = []
+        for i, phase in self._kept:
+            norm, degrees = statistics.scalars[i, phase]
+            rows.append(torch.stack([norm, *degrees[phase == "standardized" :]], 1).cpu())
         self._parts.append((batch, rows))
 
     def flush(self) -> None:
@@ -87,7 +102,7 @@ class ScalarWriter:
         if not self._arrays:
             root = zarr.open_group(self.path, mode="r+")
             names = [f"tokens/{n}" for n in ("id", "document", "position")]
-            names += [f"sites/{s.key}/{p}" for s in self.sites for p in ("pre", "post")]
+            names += [f"sites/{self.sites[i].key}/{p}" for i, p in self._kept]
             self._arrays = {name: root[name] for name in names}  # pyright: ignore
         batches = [batch for batch, _ in self._parts]
         start = batches[0].start
@@ -97,10 +112,9 @@ class ScalarWriter:
             ("position", [b.position for b in batches]),
         ):
             self._write(f"tokens/{name}", start, np.concatenate([v.ravel() for v in values]))
-        for i, site in enumerate(self.sites):
-            for p, phase in enumerate(("pre", "post")):
-                block = torch.cat([rows[i][p] for _, rows in self._parts]).float().numpy()
-                self._write(f"sites/{site.key}/{phase}", start * site.heads, block)
+        for row, (i, phase) in enumerate(self._kept):
+            block = torch.cat([rows[row] for _, rows in self._parts]).numpy()
+            self._write(f"sites/{self.sites[i].key}/{phase}", start * self.sites[i].heads, block)
         self._parts.clear()
 
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
@@ -133,17 +147,22 @@ class ScalarStore:
     def _leaves(group: Any) -> list[str]:
         return [name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
 
-    def _block(self, site: str, phase: str) -> tuple[Tensor, dict]:
-        source = "post" if phase == "post" else "pre"
+    def _array(self, site: str, phase: str) -> zarr.Array:
         try:
-            array = self.root[f"sites/{site}/{source}"]
+            about = self.root[f"sites/{site}/pre"].attrs
+            kept = phase if phase in _phases(str(about["kind"])) else "pre"
+            return self.root[f"sites/{site}/{kept}"]  # pyright: ignore
         except KeyError as error:
             raise RunError(f"no site {site!r} in this store; it has {', '.join(self.sites)}") from error
-        return torch.from_numpy(np.asarray(array[:])), dict(array.attrs)  # pyright: ignore
 
     def norms(self, site: str, phase: str = "pre") -> Float[np.ndarray, " vectors"]:
-        """|x| of every vector of a site, pre or post."""
-        return self._block(site, phase)[0][:, 0].numpy()
+        """Norm of every vector of a site: pre, standardized or post."""
+        array = self._array(site, phase)
+        norm = np.asarray(array[:, 0])
+        if phase == "standardized" and array.attrs["kind"] != "layernorm":
+            eps = torch.tensor(float(array.attrs["eps"]))  # pyright: ignore
+            return standardized_norm(torch.from_numpy(norm), int(array.attrs["d"]), eps).numpy()  # pyright: ignore
+        return norm
 
     def angles(self, site: str, phase: str, direction: str) -> Float[np.ndarray, " vectors"]:
         """Angle in degrees of every vector of a site to a direction; NaN where it was excluded.
@@ -153,9 +172,9 @@ class ScalarStore:
             phase: pre, standardized or post.
             direction: uniform, random_a or random_b.
         """
-        block, about = self._block(site, phase)
-        gram = torch.tensor(about["gram"], dtype=block.dtype)
-        deviation, norm = angles_from_scalars(block[:, 0], block[:, 1:], about["kind"], phase, gram)
-        valid = (norm > 0) & torch.isfinite(norm) & torch.isfinite(deviation).all(-1)
-        degrees = 90.0 - deviation[:, NAMES.index(direction)].double()
-        return torch.where(valid, degrees, torch.nan).numpy()
+        array = self._array(site, phase)
+        block, quantities = np.asarray(array[:]), list(array.attrs["quantities"])  # pyright: ignore
+        valid = (block[:, 0] > 0) & np.isfinite(block.sum(1))
+        column = quantities.index(direction) if direction in quantities else None
+        short_of = np.zeros(len(block)) if column is None else block[:, column].astype(np.float64)
+        return np.where(valid, 90.0 - short_of, np.nan)

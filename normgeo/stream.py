@@ -111,8 +111,8 @@ def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedMode
     return base if all(id(modules[site.name]) in inside for site in sites) else model
 
 
-def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> None:
-    """Run a model on a batch of token ids, without a cache.
+def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
+    """Run a model on a batch of token ids, without a cache; gives what the model returns.
 
     Raises:
         DataError: a token id is beyond the vocabulary.
@@ -129,7 +129,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> None:
     if "decoder_input_ids" in accepted:
         options["decoder_input_ids"] = ids
     try:
-        model(input_ids=ids, **options)
+        return model(input_ids=ids, **options)
     except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "memory" in str(error).lower():
             rows = batch.ids.shape[0]

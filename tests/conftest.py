@@ -48,3 +48,16 @@ def tokenizer():
     tokenizer = load_tokenizer("embedded-layernorm")
     tokenizer.eos_token = "<|endoftext|>"  # id 0, which is an id like any other
     return tokenizer
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def passes(request):
+    """Both ways to pass over hidden states on a CPU, for modules that ask for them."""
+    from normgeo import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(kernels.cpu, "library", lambda: kernels.cpu.Library(None, "not in this test"))
+        elif not kernels.status().compiled:
+            pytest.skip(f"needs a compiler: {kernels.status().reason}")
+        yield request.param

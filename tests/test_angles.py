@@ -13,6 +13,7 @@ from normgeo.geometry import Directions
 from normgeo.sites import find_sites
 from normgeo.verdict import already_centered, scenario
 
+pytestmark = pytest.mark.usefixtures("passes")
 NULL = 24
 
 

@@ -1,10 +1,10 @@
 import matplotlib.figure
 import numpy as np
 import pytest
-import torch
 from zoo import tiny
 
 from analyses import stream_cost
+from normgeo import bench
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -28,11 +28,21 @@ def test_a_row_for_every_variant(frame):
     assert (base.batch, base.context, base.d, base.sites) == (2, 16, 32, 5)
 
 
-def test_hooks_are_gone_afterwards():
+def test_the_model_is_left_as_it_was():
     model = tiny("gpt2")
+    weights = {name: p.data_ptr() for name, p in model.named_parameters()}
     bench_stream(model, TokenStream.from_array(np.full((2, 4), 5)), batch=2, rounds=1, null=4)
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]  # transformers leaves its own on blocks
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in norms)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
+
+
+def test_variants_share_weights_and_nothing_else():
+    model = tiny("gpt2")
+    twin = bench._twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert {id(m) for m in model.modules()}.isdisjoint(id(m) for m in twin.modules())
+    twin.transformer.h[0].register_forward_hook(lambda *_: None)
+    assert not model.transformer.h[0]._forward_hooks
 
 
 def test_plot(frame):

@@ -13,6 +13,7 @@ from normgeo.sites import NormSite
 from normgeo.statistics import GROUPS, PHASES, AngleStatistics
 from normgeo.tokens import TokenBatch
 
+pytestmark = pytest.mark.usefixtures("passes")
 EPS = 1e-5
 
 
@@ -63,19 +64,75 @@ def test_angles_norms_and_energy_equal_the_oracle_within_a_thousandth_of_a_degre
                 assert value(frame, phase, direction, column) == pytest.approx(expected[column], abs=0.02), column
 
 
+def angles(statistics, phase):
+    """[3, vectors] angles of the last batch of one site, one by one."""
+    return 90 - statistics.scalars[0, phase][1].double().numpy()
+
+
+def near(d, degrees, direction, n=20, seed=0, length=30.0):
+    """Vectors of float32 at these many degrees from one of the named directions."""
+    unit = Directions.seeded(d, 8).units[direction]
+    across = noise(n, d, seed=seed, dtype=torch.float64)
+    across -= (across @ unit)[:, None] * unit
+    across /= across.norm(dim=1, keepdim=True)
+    theta = torch.tensor(degrees, dtype=torch.float64).deg2rad()
+    return (length * (theta.cos() * unit + theta.sin() * across)).float()
+
+
+@pytest.mark.parametrize("degrees", [0.01, 0.03, 0.5, 3.0, 45.0, 90.0, 179.5, 179.99])
+@pytest.mark.parametrize("d", [8, 31, 576, 8192])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_every_angle_equals_the_oracle_however_near_to_a_direction(d, degrees, kind):
+    directions = Directions.seeded(d, 8).named.numpy()
+    for k in range(3):
+        pre, post = near(d, degrees, k), near(d, degrees, k, seed=1, length=1e-3)
+        statistics = fed(pre, post, kind=kind)
+        states = {"pre": pre.double().numpy(), "post": post.double().numpy()}
+        if kind == "layernorm":
+            states["standardized"] = oracle.standardized(states["pre"], kind, EPS)
+        for phase, x in states.items():
+            for found, u in zip(angles(statistics, phase), directions, strict=True):
+                np.testing.assert_allclose(found, oracle.degrees(x, u), rtol=0, atol=1e-5, err_msg=phase)
+        frame = AngleTable.from_statistics(statistics, "m").frame
+        for direction, u in zip(NAMES, directions, strict=True):
+            expected = oracle.row(states["pre"], u)
+            for column in ("mean_deg", "std_deg", "min_deg", "max_deg"):
+                assert value(frame, "pre", direction, column) == pytest.approx(expected[column], abs=1e-3), column
+
+
+@given(
+    st.sampled_from([8, 32, 33, 1000]), st.floats(-6.5, 1), st.floats(0.5, 500), st.integers(0, 1000),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
+def test_vectors_that_are_nearly_uniform_have_the_oracles_angles_once_standardized(d, spread, mean, seed, dtype):
+    x = (mean * (1 + 10**spread * noise(40, d, seed=seed, dtype=torch.float64))).to(dtype)
+    statistics, exact = fed(x), x.double().numpy()
+    varied = exact.max(1) > exact.min(1)
+    for phase, y in (("pre", exact), ("standardized", oracle.standardized(exact, "layernorm", EPS))):
+        for found, u in zip(angles(statistics, phase), Directions.seeded(d, 8).named.numpy(), strict=True):
+            if phase == "standardized" and (u == 1).all():
+                assert (found == 90).all()
+            else:
+                keep = varied | (phase == "pre")
+                np.testing.assert_allclose(found[keep], oracle.degrees(y[keep], u), rtol=0, atol=1e-5)
+    assert statistics.state["excluded"][:, 0, 1].sum() == (~varied).sum()
+
+
 @pytest.mark.parametrize("sign", [1, -1])
-def test_vectors_almost_parallel_to_the_uniform_vector_are_right_to_a_hundredth_of_a_degree(sign):
-    x = sign * noise(200, 256, mean=100.0)  # about half a degree
+@pytest.mark.parametrize("mean", [10.0, 1e3, 1e5])
+def test_vectors_almost_parallel_to_the_uniform_vector_are_turned_as_much(mean, sign):
+    x = sign * noise(200, 256, mean=mean)  # from six degrees to a two thousandth of one
     frame = AngleTable.from_statistics(fed(x), "m").frame
     expected = oracle.row(x.double().numpy(), np.ones(256))
-    assert value(frame, "pre", "uniform", "mean_deg") == pytest.approx(expected["mean_deg"], abs=0.01)
+    assert value(frame, "pre", "uniform", "mean_deg") == pytest.approx(expected["mean_deg"], abs=1e-5)
     turned = 90 - expected["mean_deg"] if sign > 0 else expected["mean_deg"] - 90
-    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(turned, abs=0.01)
+    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(turned, abs=1e-5)
     assert value(frame, "standardized", "uniform", "mean_deg") == 90
 
 
-def test_the_null_ensemble_equals_the_oracle():
-    pre = noise(150, 24, mean=0.3)
+@pytest.mark.parametrize("mean", [0.3, 100.0, 1e5])
+def test_the_null_ensemble_equals_the_oracle(mean):
+    pre = noise(150, 24, mean=mean)
     frame = AngleTable.from_statistics(fed(pre, k=30), "m").frame
     null = Directions.seeded(24, 30).null.numpy()
     for phase, x in (
@@ -153,10 +210,10 @@ def test_constant_vectors_are_standardized_to_nothing_but_have_an_angle_before()
     frame = AngleTable.from_statistics(fed(x), "m").frame
     excluded = frame[frame.direction == "uniform"].set_index("phase").n_excluded
     assert excluded.to_dict() == {"pre": 0, "standardized": 2, "post": 0}
-    assert value(frame, "pre", "uniform", "min_deg") == pytest.approx(0, abs=0.03)
-    assert value(frame, "pre", "uniform", "max_deg") == pytest.approx(180, abs=0.03)
+    assert value(frame, "pre", "uniform", "min_deg") == pytest.approx(0, abs=1e-5)
+    assert value(frame, "pre", "uniform", "max_deg") == pytest.approx(180, abs=1e-5)
     theta = oracle.degrees(x.double().numpy(), np.ones(16))
-    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(np.abs(90 - theta).mean(), abs=5e-3)
+    assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(np.abs(90 - theta).mean(), abs=1e-5)
     frame = AngleTable.from_statistics(fed(x, kind="rmsnorm"), "m").frame
     assert set(frame.n_excluded) == {0}
 

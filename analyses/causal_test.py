@@ -1,0 +1,80 @@
+"""What mean subtraction is worth: a model, its naive swap to RMSNorm, its exact conversion (*Geometry*, *Pre-RMSNorm*).
+
+The naive swap leaves out mean subtraction and changes nothing else; the exact conversion leaves it out after centering
+whatever writes into the residual stream. Perplexity, KL and agreement with the original are of the same tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator
+
+from analyses import _axes, _source
+from normgeo.agreement import agreements
+from normgeo.conversion import convert
+from normgeo.models import load_model, load_tokenizer, max_context
+from normgeo.tokens import load_tokens
+
+KINDS = ("original", "naive swap", "exact conversion")
+
+
+def compute(
+    model: str | Path = "embedded-layernorm", data: str | Path = "sample", n_tokens: int | None = None
+) -> pd.DataFrame:
+    """One row for the model, its naive swap and its exact conversion, with what `Comparison.frame` says of outputs."""
+    original = load_model(model)
+    models = {
+        KINDS[0]: original,
+        KINDS[1]: convert(original, to="naive-rmsnorm").model,
+        KINDS[2]: convert(original).model,
+    }
+    context = min(_source.CONTEXT, max_context(original) or _source.CONTEXT)
+    tokens = load_tokens(data, load_tokenizer(model), context=context)
+    found = agreements(models, tokens, n_tokens, batch=8)
+    frame = pd.DataFrame([{"model": str(model), "conversion": name} | metrics for name, metrics in found.items()])
+    frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
+    first = ["model", "conversion", "perplexity", "perplexity_difference", "kl_mean", "kl_max", "top1"]
+    return frame[first + [c for c in frame if c not in first]]
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """What either conversion changes, on logarithmic axes; no change at all is an open marker at the edge."""
+    panels = {
+        "perplexity, change (%)": 100 * (frame.perplexity / frame.perplexity.iloc[0] - 1).abs(),
+        "mean KL (nats)": frame.kl_mean,
+        "other token preferred (%)": 100 * (1 - frame.top1),
+        "logits, rms error (%)": 100 * frame.error_rms_rel,
+    }
+    figure, grid = _axes.grid(1, list(panels), height=1.0, xlabel="")
+    labels = list(frame.conversion[1:])
+    for axes, values in zip(grid[0], panels.values(), strict=True):
+        _changes(axes, values.to_numpy(float)[1:])
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.7)
+    first = frame.iloc[0]
+    title = f"{first.model} without mean subtraction, against itself with it"
+    figure.suptitle(f"{title} (perplexity {first.perplexity:.2f}, {first.tokens:,} tokens)", fontsize=9)
+    return figure
+
+
+def _changes(axes: Axes, values: np.ndarray) -> None:
+    """Dots on a logarithmic axis, each with its number; a zero is at the left edge."""
+    largest = values.max() if values.max() > 0 else 1.0
+    low, high = min(values[values > 0].min(initial=largest), 1e-3 * largest) / 30, 30 * largest
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    for row, value in enumerate(values):
+        x, color = max(value, low), _axes.PALETTE[row]
+        axes.hlines(row, low, x, color=color, linewidth=1.2)
+        axes.plot(x, row, "os"[row % 2], color=color, markersize=5, clip_on=False, zorder=5,
+                  markerfacecolor=color if value > 0 else "white")  # fmt: skip
+        place = {"ha": "left", "xytext": (0, 5)} if x < (low * high) ** 0.5 else {"ha": "right", "xytext": (4, 5)}
+        axes.annotate(f"{value:.2g}", (x, row), textcoords="offset points", fontsize=7, **place)  # pyright: ignore
+    axes.xaxis.set_major_locator(LogLocator(numticks=4))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(visible=False, axis="y")

@@ -1,0 +1,167 @@
+"""The null ensemble: mean angle, spread and energy of every one of K random directions, on a part of the tokens.
+
+The chosen rows of several sites are collected, scaled to unit length, until a few megabytes are full: then one product
+with all directions gives their cosines, and one pass the moments of the angles. Memory does not grow with the tokens or
+the sites. For LayerNorm the rows are collected without their mean, c = x - (x.û)û, of which the cosines of the
+standardized vectors follow directly, even where little is left, and those of x by x.v = c.v + (x.û)(û.v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normgeo import kernels
+from normgeo.geometry import Directions
+from normgeo.kernels import ENERGY_UNIT, UNIT
+from normgeo.sites import NormSite
+from normgeo.tokens import TokenBatch
+
+__all__ = ["DEGREES", "NullEnsemble"]
+
+DEGREES = 180 / torch.pi
+COLLECTED = 1 << 20  # elements: four megabytes, of the second level's cache
+STATE = ("null_count", "null_deviation", "null_square", "null_energy")
+
+
+@dataclass
+class _Chunk:
+    """Rows of unit length that wait for their product, [slots, rows, d], and whose they are."""
+
+    rows: Tensor
+    scalars: list[Tensor] = field(default_factory=list)
+    sites: list[tuple[int, str]] = field(default_factory=list)
+
+
+class NullEnsemble:
+    """Sums over every `every`-th token; which tokens is a matter of their indices alone.
+
+    Args:
+        sites: the sites.
+        directions: for each width among the sites, the directions.
+        home: where the sums live.
+        every: one token in so many.
+    """
+
+    def __init__(
+        self, sites: Sequence[NormSite], directions: dict[int, Directions], home: torch.device, every: int
+    ) -> None:
+        self.sites, self.directions, self.home, self.every = sites, directions, home, every
+        self.k = min(len(d.null) for d in directions.values())
+        self.count = torch.zeros((len(sites), 3), dtype=torch.float64, device=home)
+        self.sums = torch.zeros((len(sites), 3, 3, self.k + 1), dtype=torch.float64, device=home)
+        units = torch.tensor([[DEGREES * UNIT], [DEGREES**2 * UNIT], [ENERGY_UNIT]], dtype=torch.float64)
+        self._units = units.to(home)
+        self._on: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._chunks: dict[tuple, _Chunk] = {}
+        self._rows: dict[tuple, Sequence[Tensor]] = {}
+        self._n_tokens = 0
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The sums by name: count [sites, phases]; angle, square and energy of û and K directions, in whole units."""
+        return dict(zip(STATE, (self.count, *self.sums.unbind(2)), strict=True))
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Decide which tokens of the batch are chosen."""
+        index = batch.start + np.arange(batch.n_tokens, dtype=np.uint64)
+        chosen = (((index * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)) >> np.uint64(12)) % self.every == 0
+        self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens
+        self._rows.clear()
+
+    def rows(self, vectors: int, device: torch.device) -> Tensor:
+        """Indices of the chosen among a site's vectors."""
+        key = (vectors, device)
+        if key not in self._rows:
+            heads = vectors // self._n_tokens
+            self._rows[key] = [(self._chosen[:, None] * heads + torch.arange(heads)).flatten().to(device)]
+        return self._rows[key][0]
+
+    def take(self, site: int, phase: str, hidden: Float[Tensor, "vectors d"], scalars: Tensor) -> None:
+        """Collect the chosen rows of a site; `scalars` are what `kernels.project` gave for all of them."""
+        d, device = hidden.shape[1], hidden.device
+        centered = phase == "pre" and self.sites[site].kind == "layernorm"
+        for index in self._pieces(hidden.shape[0], d, device):
+            n = len(index)
+            key = (d, n, centered, device)
+            if key not in self._chunks:
+                slots = max(1, COLLECTED // (n * d))
+                self._chunks[key] = _Chunk(torch.empty((slots, n, d), device=device))
+            chunk = self._chunks[key]
+            kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[len(chunk.sites)])
+            chunk.sites.append((site, phase))
+            if centered:
+                chunk.scalars.append(scalars.index_select(1, index))
+            if len(chunk.sites) == len(chunk.rows):
+                self._multiply(key)
+
+    def _pieces(self, vectors: int, d: int, device: torch.device) -> Sequence[Tensor]:
+        """The chosen rows, in equal parts no larger than what is collected."""
+        key = (vectors, d, device)
+        if key not in self._rows:
+            rows = self.rows(vectors, device)
+            parts = -(-len(rows) * d // COLLECTED)
+            self._rows[key] = rows.tensor_split(parts) if parts else []
+        return self._rows[key]
+
+    def end(self) -> None:
+        """Multiply what is still waiting."""
+        for key in list(self._chunks):
+            self._multiply(key)
+        self._chunks.clear()  # the next batch has another number of chosen tokens
+
+    def uniform(self, sites: Tensor, phases: Sequence[int], degrees: Tensor, sines: Tensor, valid: Tensor) -> None:
+        """Add the uniform vector's own angles, on the same tokens.
+
+        Args:
+            sites: indices of the sites.
+            phases: which have these angles.
+            degrees: [sites, vectors] whole 2^-20 of 90 - theta.
+            sines: [sites, vectors] cos(theta).
+            valid: [sites, vectors] which have an angle.
+        """
+        rows = self.rows(degrees.shape[1], self.home)
+        degrees, sines, valid = (t.index_select(1, rows) for t in (degrees.double(), sines, valid))
+        values = [degrees * UNIT, (degrees * degrees * UNIT).round_(), (sines * sines * ENERGY_UNIT).round_()]
+        sums = torch.stack(values, 1).masked_fill_(~valid[:, None], 0.0).sum(2)
+        count = valid.sum(1).double()
+        for p in phases:
+            self.count[:, p].index_add_(0, sites, count)
+            self.sums[:, p, :, 0].index_add_(0, sites, sums)
+
+    def _multiply(self, key: tuple) -> None:
+        chunk, (d, _, centered, device) = self._chunks[key], key
+        slots = len(chunk.sites)
+        if not slots:
+            return
+        null, gram = self._directions(d, device)
+        cosines = chunk.rows[:slots].view(-1, d) @ null
+        phases = {"pre": [1] if centered else [0, 1], "post": [2]}
+        self._add(chunk, cosines, [phases[phase] for _, phase in chunk.sites])
+        if centered:
+            whole, along, left = (torch.cat([s[q] for s in chunk.scalars]) for q in (0, 1, 4))
+            some = (whole > 0) & torch.isfinite(whole)
+            share, along = (torch.where(some, q / whole, 0.0).to(cosines.dtype) for q in (left, along))
+            cosines.mul_(share[:, None]).addr_(along, gram)
+            self._add(chunk, cosines, [[0]] * slots)
+        chunk.sites.clear()
+        chunk.scalars.clear()
+
+    def _add(self, chunk: _Chunk, cosines: Tensor, phases: list[list[int]]) -> None:
+        sums = kernels.moments(cosines.view(len(chunk.sites), -1, self.k)).to(self.home).double()
+        sums.mul_(self._units).round_()
+        pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(chunk.sites) for p in phases[slot]]
+        slot, where = torch.tensor(pairs, device=self.home).T
+        self.sums.view(-1, 3, self.k + 1)[..., 1:].index_add_(0, where, sums.index_select(0, slot))
+
+    def _directions(self, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The ensemble's directions [d, K] and their products with û."""
+        if (d, device) not in self._on:
+            null, uniform = self.directions[d].null[: self.k], self.directions[d].units[0]
+            self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (null.T, null @ uniform))  # pyright: ignore
+        return self._on[d, device]

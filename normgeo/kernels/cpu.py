@@ -1,0 +1,158 @@
+"""The compiled kernels: built by the system's compiler on first use, kept in the user's cache, called through ctypes.
+
+A plain C interface needs none of torch's headers: it builds in a second and works with every version of torch. Threads
+are torch's own all the same, since its stable C interface has a parallel loop, which is handed over as a pointer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from normgeo.kernels.fallback import Histogram, Sums
+
+__all__ = ["DTYPES", "Library", "library"]
+
+SOURCE = Path(__file__).with_name("project.cpp")
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
+)  # fmt: skip
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+SECONDS = 120  # a compiler that takes longer is not waited for
+
+
+@dataclass(frozen=True)
+class Library:
+    """The kernels, where there are any, and why there are none, where there are not."""
+
+    functions: ctypes.CDLL | None
+    reason: str
+    parallel: int | None = None
+
+    def project(self, x: Tensor, units: Tensor, centered: bool, out: Tensor) -> None:
+        """Fill out [quantities, vectors] for x [vectors, d] with adjacent elements; float64 contiguous units."""
+        assert self.functions is not None
+        self.functions.normgeo_project(
+            x.data_ptr(), DTYPES[x.dtype], *x.shape, x.stride(0), units.data_ptr(), out.data_ptr(), out.stride(0),
+            centered, self.parallel,
+        )  # fmt: skip
+
+    def gather(self, x: Tensor, index: Tensor, scalars: Tensor, centered: bool, out: Tensor) -> None:
+        """Fill out [n, d] with the unit vectors of rows of x; `scalars` are what `project` gave for x."""
+        assert self.functions is not None
+        self.functions.normgeo_gather(
+            x.data_ptr(), DTYPES[x.dtype], len(index), x.shape[1], x.stride(0), index.data_ptr(), scalars.data_ptr(),
+            scalars.stride(0), centered, out.data_ptr(), self.parallel,
+        )  # fmt: skip
+
+    def moments(self, cosines: Tensor, out: Tensor) -> None:
+        """Fill out [slots, 3, k] with the moments of cosines [slots, rows, k], both contiguous."""
+        assert self.functions is not None
+        self.functions.normgeo_moments(cosines.data_ptr(), *cosines.shape, out.data_ptr(), self.parallel)
+
+    def tally(
+        self, norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums
+    ) -> None:
+        """Fill `out` and add to the histogram; all contiguous. See `kernels.tally`."""
+        assert self.functions is not None
+        sites, phases, vectors = norms.shape
+        self.functions.normgeo_tally(
+            norms.data_ptr(), degrees.data_ptr(), sines.data_ptr(), group.data_ptr(), sites, vectors, phases,
+            histogram.sites.data_ptr(), histogram.phase, *(t.data_ptr() for t in out), histogram.counts.data_ptr(),
+            self.parallel,
+        )  # fmt: skip
+
+
+@functools.cache
+def library() -> Library:
+    """Load the kernels, and build them if this source, compiler and processor have not met before. Never raises."""
+    if os.environ.get("NORMGEO_KERNELS") == "0":
+        return Library(None, "NORMGEO_KERNELS=0")
+    try:
+        path = _built()
+        functions = _declared(ctypes.CDLL(str(path)))
+        found = Library(functions, str(path), _parallel_for())
+        _check(found)
+    except subprocess.CalledProcessError as error:
+        line = (error.stderr or "").strip().splitlines()
+        return Library(None, f"{error.cmd[0]} failed: {line[0] if line else error.returncode}")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return Library(None, str(error))
+    return found
+
+
+def _built() -> Path:
+    """Path of the shared object, built if it is not there."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler: neither g++ nor clang++ is installed")
+    if sys.byteorder != "little" or sys.platform == "win32":
+        raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True
+    ).stdout
+    key = "\0".join([SOURCE.read_text(), *FLAGS, version, _processor()])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
+    path = folder / f"project-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # others may be building the same: each builds its own file, and the last to finish puts its in place
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
+            fresh = Path(scratch) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
+            subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+            fresh.replace(path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features", "CPU ")))
+
+
+def _parallel_for() -> int | None:
+    """Address of torch's parallel loop; without it the kernels run on one thread."""
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+    try:
+        loop = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).torch_parallel_for
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(loop, ctypes.c_void_p).value
+
+
+def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, arguments in (
+        ("project", [pointer, *[number] * 4, pointer, pointer, number, number, pointer]),
+        ("gather", [pointer, *[number] * 4, pointer, pointer, number, number, pointer, pointer]),
+        ("moments", [pointer, *[number] * 3, pointer, pointer]),
+        ("tally", [*[pointer] * 4, *[number] * 3, pointer, number, *[pointer] * 5]),
+    ):
+        function = getattr(functions, f"normgeo_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_bool
+    return functions
+
+
+def _check(found: Library) -> None:
+    """One small sum with a known result, so that a damaged or foreign file is found out before it is relied on."""
+    x, units, out = torch.arange(15.0).view(1, 15), torch.full((3, 15), 15**-0.5).double(), torch.zeros(5, 1).double()
+    found.project(x, units, True, out)
+    expected = torch.tensor([1015.0**0.5, *[105 * 15**-0.5] * 3, 280.0**0.5]).double()
+    if not torch.allclose(out[:, 0], expected, rtol=1e-6):
+        raise RuntimeError(f"{found.reason} gives wrong results; delete it")

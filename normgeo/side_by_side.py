@@ -1,0 +1,181 @@
+"""The tables and the figure of a comparison. They know nothing but the columns of its tidy tables."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from normgeo.figures import ROLE_LABELS, STYLE, WIDTH
+
+__all__ = ["plot", "table"]
+
+SINGLE = ("embedding", "final", "head")
+PHASES = {"pre": "before the norm", "post": "after the norm"}
+
+
+def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: int) -> str:
+    """The metrics with a column a model, and below them the angles by site before and after each norm."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    console.print(_metrics(metrics))
+    console.print("Angle to the uniform vector, before → after each norm (degrees, means over tokens)")
+    console.print(_angles(pre, post, list(metrics.model)))
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+def _metrics(frame: pd.DataFrame) -> Table:
+    out = Table("", *frame.model, box=SIMPLE)
+    rows = frame.to_dict("records")
+    first = rows[0]
+    lines = {
+        "parameters": lambda r: f"{r['parameters']:,}",
+        "memory": lambda r: _bytes(r["bytes"]),
+        "norms": lambda r: ", ".join(
+            f"{r[k]} {name}" for k, name in (("layernorms", "LayerNorm"), ("rmsnorms", "RMSNorm")) if r[k]
+        ),
+        "perplexity": lambda r: _number(r["perplexity"], ".3f"),
+        "  minus the reference's": lambda r: _number(r["perplexity_difference"], "+.3g"),
+        "KL, mean (nats)": lambda r: _number(r["kl_mean"], ".3g"),
+        "KL, largest (nats)": lambda r: _number(r["kl_max"], ".3g"),
+        "top-1 agreement": lambda r: _number(100 * r["top1"], ".2f", "%"),
+        f"{_words(first)} error, largest": lambda r: f"{r['error_max']:.3g} ({100 * r['error_max_rel']:.3g}%)",
+        f"{_words(first)} error, rms": lambda r: f"{100 * r['error_rms_rel']:.3g}%",
+        "time of a forward pass": lambda r: _time(r, r is first),
+    }
+    for name, show in lines.items():
+        cells = [show(r) if r is not first or name in _OWN else "reference" for r in rows]
+        if not all(cell in ("", "reference") for cell in cells):
+            out.add_row(name, *cells)
+    return out
+
+
+_OWN = {"parameters", "memory", "norms", "perplexity", "time of a forward pass"}
+"""Lines that say something of a model alone; the others compare it with the reference."""
+
+
+def _words(row: dict) -> str:
+    return "logits" if row["output"] == "logits" else "hidden state"
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return "" if np.isnan(value) else f"{value:{form}}{unit}"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.2f} MB"
+
+
+def _time(row: dict, is_first: bool) -> str:
+    if np.isnan(row["seconds"]):
+        return ""
+    if is_first:
+        return f"{row['seconds']:.3g} s"
+    return f"{row['time_ratio']:.2f} of it ({row['time_q25']:.2f} to {row['time_q75']:.2f})"
+
+
+def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
+    out = Table("norm", "layer", *models, box=SIMPLE)
+    for site, row in pre.iterrows():
+        after = post.loc[site]  # pyright: ignore
+        cells = ["" if np.isnan(row[m]) else f"{row[m]:.2f} → {after[m]:.2f}" for m in models]
+        out.add_row(ROLE_LABELS.get(row["role"], row["role"]), str(row["layer"]), *cells)
+    return out
+
+
+def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Mean angle to the uniform vector by layer, before and after the norms, and the metrics below.
+
+    One color and marker a model, one panel a role; bars are one standard deviation over tokens.
+    """
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
+    models = list(metrics.model)
+    uniform = angles[angles.direction == "uniform"]
+    figure = matplotlib.figure.Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=[2.6, 1])
+    upper, lower = parts
+    grid = _angle_panels(upper, uniform, models)
+    _metric_panels(lower, metrics)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("Angles to the uniform vector (mean ± standard deviation over tokens)", fontsize=9)
+    return figure
+
+
+def _panels(uniform: pd.DataFrame) -> list[tuple[int, str]]:
+    keys = uniform[["stack_index", "role"]].drop_duplicates().itertuples(index=False, name=None)
+    return sorted(keys, key=lambda k: k[1] in SINGLE)
+
+
+def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, models: list[str]) -> np.ndarray:
+    panels = _panels(uniform)
+    ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role in panels]
+    grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
+    several = uniform.stack_index.nunique() > 1
+    for row, (phase, words) in enumerate(PHASES.items()):
+        grid[row, 0].set_ylabel(f"{words} (°)")
+        for column, (stack, role) in enumerate(panels):
+            axes = grid[row, column]
+            here = uniform[(uniform.stack_index == stack) & (uniform.role == role) & (uniform.phase == phase)]
+            _lines(axes, here, models, single=role in SINGLE)
+            if row == 0:
+                name = ROLE_LABELS.get(role, role)
+                axes.set_title(f"{name}\nstack {stack + 1}" if several else name, fontsize=8 if len(panels) < 6 else 7)
+            elif role not in SINGLE:
+                axes.set_xlabel("layer")
+    return grid
+
+
+def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -> None:
+    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    for k, model in enumerate(models):
+        rows = here[here.model == model].sort_values("layer")
+        shift = 0.2 * (k - (len(models) - 1) / 2)
+        x = np.full(len(rows), shift) if single else rows.layer + shift
+        axes.errorbar(
+            x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=COLORS[k % len(COLORS)],
+            markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=model, zorder=3,
+        )  # fmt: skip
+    if single:
+        axes.set_xticks([])
+        axes.set_xlim(-0.5, 0.5)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+MARKERS = "os^Dv<>P"
+COLORS = sns.color_palette("colorblind")
+
+
+def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -> None:
+    """Bars: what there is of perplexity, KL (else the error), top-1 agreement and time, a bar a model in its color."""
+    wanted = {
+        "perplexity": ("perplexity", 1.0, ".2f"), "kl_mean": ("mean KL to reference (nats)", 1.0, ".2g"),
+        "top1": ("top-1 agreement (%)", 100.0, ".2f"), "error_rms_rel": ("rms error (%)", 100.0, ".3g"),
+        "time_ratio": ("time / reference", 1.0, ".2f"),
+    }  # fmt: skip
+    shown = {column: words for column, words in wanted.items() if metrics[column].notna().any()}
+    if "kl_mean" in shown:
+        shown.pop("error_rms_rel")
+    grid = figure.subplots(1, len(shown), squeeze=False)
+    for axes, (column, (title, scale, form)) in zip(grid[0], shown.items(), strict=True):
+        values = scale * metrics[column].to_numpy(float)
+        colors = [COLORS[k % len(COLORS)] for k in range(len(values))]
+        axes.barh(np.arange(len(values)), np.nan_to_num(values), color=colors, height=0.7)
+        for k, value in enumerate(values):
+            text = "none" if np.isnan(value) else f"{value:{form}}"
+            axes.annotate(text, (np.nan_to_num(value), k), (2, 0), textcoords="offset points", va="center", fontsize=7)
+        axes.set_title(title)
+        axes.set_yticks([])
+        axes.invert_yaxis()
+        axes.margins(x=0.4)
+        axes.grid(visible=False)

@@ -1,0 +1,123 @@
+"""The kernels are built once, safely; where they cannot be, torch takes their place and says why."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_kernels import expected, vectors
+
+from normgeo import kernels
+from normgeo.geometry import Directions
+from normgeo.kernels import BINS, cpu, fallback
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no kernels loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NORMGEO_KERNELS", raising=False)
+    cpu.library.cache_clear()
+    yield tmp_path
+    cpu.library.cache_clear()
+
+
+def shared_objects(cache):
+    return sorted(p.name for p in (cache / "normgeo").iterdir())
+
+
+def test_they_are_built_once_and_kept(cache):
+    assert kernels.status().compiled, kernels.status()
+    (name,) = shared_objects(cache)
+    assert str(cache / "normgeo" / name) == kernels.status().reason
+    before = (cache / "normgeo" / name).stat().st_mtime_ns
+    cpu.library.cache_clear()
+    assert kernels.status().compiled
+    assert (cache / "normgeo" / name).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("what", ["SOURCE", "FLAGS", "processor"])
+def test_another_source_flag_or_processor_is_another_file(cache, monkeypatch, tmp_path, what):
+    kernels.status()
+    if what == "SOURCE":
+        (tmp_path / "other.cpp").write_text(cpu.SOURCE.read_text() + "// changed\n")
+        monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
+    elif what == "FLAGS":
+        monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-g"))
+    else:
+        monkeypatch.setattr(cpu, "_processor", lambda: "another")
+    cpu.library.cache_clear()
+    assert kernels.status().compiled
+    assert len(shared_objects(cache)) == 2
+
+
+def fails():
+    """Kernels are off, the reason is said, and projections are right all the same."""
+    cpu.library.cache_clear()
+    status = kernels.status()
+    assert not status.compiled
+    assert str(status).startswith("torch: ")
+    x, units = vectors(5, 12), Directions.seeded(12, 0).units
+    np.testing.assert_allclose(kernels.project(x, units, centered=True), expected(x, units), rtol=1e-12, atol=1e-12)
+    return status.reason
+
+
+def test_they_can_be_turned_off(cache, monkeypatch):
+    monkeypatch.setenv("NORMGEO_KERNELS", "0")
+    assert fails() == "NORMGEO_KERNELS=0"
+    assert not (cache / "normgeo").exists()
+
+
+def test_without_a_compiler_torch_is_used(cache, monkeypatch):
+    monkeypatch.setenv("PATH", str(cache))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "no C++ compiler" in fails()
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypatch):
+    broken = cache / "g++"
+    broken.write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo broken 1.0;; *) echo "no such thing" >&2; exit 3;; esac\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{cache}:{os.environ['PATH']}")
+    monkeypatch.delenv("CXX", raising=False)
+    assert fails() == f"{broken} failed: no such thing"
+    assert shared_objects(cache) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache):
+    (cache / "normgeo").write_text("in the way")
+    assert "normgeo" in fails()
+
+
+def test_a_file_that_is_no_library_is_no_error(cache):
+    path = cpu._built()
+    path.write_bytes(b"not a library")
+    assert path.name in fails()
+
+
+def test_a_library_that_computes_something_else_is_not_used(cache, monkeypatch, tmp_path):
+    source = cpu.SOURCE.read_text().replace("out[r] = std::sqrt(squares);", "out[r] = squares;")
+    assert source != cpu.SOURCE.read_text()
+    (tmp_path / "other.cpp").write_text(source)
+    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
+    assert "wrong results" in fails()
+
+
+def test_several_processes_build_at_once(cache):
+    code = "from normgeo import kernels; print(kernels.status().compiled)"
+    environment = os.environ | {"PYTHONPATH": str(Path(kernels.__file__).parents[2])}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [run.communicate()[0].strip() for run in runs] == ["True"] * 3
+    assert len(shared_objects(cache)) == 1
+
+
+def test_the_source_ships_with_the_package():
+    assert cpu.SOURCE.is_file()
+    assert fallback.BINS == BINS == 18000

@@ -1,0 +1,446 @@
+"""Comparisons against a slow float64 oracle in numpy, and what must be zero, and what must not."""
+
+import copy
+import json
+import math
+import sys
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+import zoo
+
+from analyses import causal_test
+from normgeo import agreement, cli, compare, comparison, convert, load_model, load_tokenizer, load_tokens, training
+from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError, RunError
+from normgeo.tokens import TokenStream
+
+EXACT = ["kl_mean", "kl_max", "error_max", "error_max_rel", "error_rms_rel"]
+QUICK = {"null": 4, "rounds": 0, "progress": False}
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def oracle(model, other, ids, targets=None):
+    """Every number from one context and one position at a time, in float64, with nothing shared with the package."""
+    kl, same, loss, difference, largest, squares = [], [], [], [], [], [0.0, 0.0]
+    for row in ids:
+        with torch.no_grad():
+            a = model(input_ids=torch.tensor(row)[None]).logits[0].double().numpy()
+            b = other(input_ids=torch.tensor(row)[None]).logits[0].double().numpy()
+        for t in range(len(row)):
+            p, q = softmax(a[t]), softmax(b[t])
+            kl.append(sum(p[i] * math.log(p[i] / q[i]) for i in range(len(p))))
+            same.append(np.argmax(a[t]) == np.argmax(b[t]))
+            difference.append(max(abs(a[t] - b[t])))
+            largest.append(max(abs(a[t])))
+            squares = [squares[0] + sum((a[t] - b[t]) ** 2), squares[1] + sum(a[t] ** 2)]
+            if t + 1 < len(row):
+                loss.append(-math.log(q[row[t + 1]]))
+    return {
+        "kl_mean": np.mean(kl), "kl_max": np.max(kl), "top1": np.mean(same), "error_max": np.max(difference),
+        "error_max_rel": np.max(difference) / np.max(largest), "error_rms_rel": math.sqrt(squares[0] / squares[1]),
+        "cross_entropy": np.mean(loss), "perplexity": math.exp(np.mean(loss)), "predictions": len(loss),
+        "tokens": ids.size,
+    }  # fmt: skip
+
+
+def sharpened(name, seed=0, **changes):
+    """A tiny model with logits of a trained model's size: those of a fresh one hardly differ between tokens."""
+    model = zoo.tiny(name, seed, **changes)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+    return model
+
+
+def sabotaged(model, amount=0.3):
+    bad = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in bad.parameters():
+            if parameter.ndim == 1:
+                parameter += amount * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return bad
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama", "bloom"])
+def test_every_number_is_the_oracles(name, ids):
+    a, b = sharpened(name), sabotaged(sharpened(name), 0.03)
+    frame = compare({"a": a, "b": b}, ids, batch=3, **QUICK).frame
+    expected = [oracle(a, a, ids), oracle(a, b, ids)]
+    for row, truth in zip(frame.to_dict("records"), expected, strict=True):
+        for column, value in truth.items():
+            assert row[column] == pytest.approx(value, rel=2e-5, abs=1e-9), column
+    assert 0 < frame.top1[1] < 1
+    assert frame.perplexity_difference[1] == pytest.approx(expected[1]["perplexity"] - expected[0]["perplexity"])
+    assert frame.predictions.tolist() == [7 * 36] * 2
+    assert frame.output.tolist() == ["logits"] * 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_a_model_is_exactly_itself(name, ids):
+    model = zoo.tiny(name)
+    result = compare({"a": model, "same": copy.deepcopy(model)}, ids, **QUICK)
+    assert (result.frame[EXACT] == 0).all(axis=None)
+    assert result.frame.top1.tolist() == [1, 1]
+    wide = result.by_site()
+    assert (wide.a == wide.same).all()
+
+
+def test_a_small_sabotage_is_seen(ids):
+    model = zoo.tiny("gpt2")
+    bad = copy.deepcopy(model)
+    with torch.no_grad():
+        bad.transformer.h[1].ln_2.weight[3] += 1e-3
+    frame = compare({"a": model, "b": bad}, ids, **QUICK).frame
+    assert (frame.loc[1, EXACT] > 0).all()
+    assert frame.perplexity_difference[1] != 0
+
+
+def test_the_naive_swap_differs_and_the_exact_conversion_does_not(ids):
+    model = sharpened("gpt2")
+    models = {"a": model, "naive": convert(model, to="naive-rmsnorm").model, "exact": convert(model).model}
+    result = compare(models, ids, **QUICK)
+    frame = result.frame.set_index("model")
+    assert frame.kl_mean["naive"] > 1e-4
+    assert frame.kl_mean["exact"] < 1e-9
+    assert frame.error_max_rel["exact"] < 1e-5
+    assert abs(frame.perplexity_difference["exact"]) < 1e-3 < abs(frame.perplexity_difference["naive"])
+    assert frame.layernorms.tolist() == [5, 0, 0]
+    assert frame.rmsnorms.tolist() == [0, 5, 5]
+    assert frame.parameters["a"] == frame.parameters["naive"]  # the embedding stays shared with the head
+    assert frame["bytes"].tolist() == [m.get_memory_footprint() for m in models.values()]
+
+
+def test_batches_change_nothing_but_rounding(ids, monkeypatch):
+    models = {"a": sharpened("gpt2"), "b": sabotaged(sharpened("gpt2"))}
+    frames = [compare(models, ids, n_tokens=200, batch=batch, **QUICK).frame for batch in (1, 2, 7)]
+    monkeypatch.setattr(agreement, "AT_ONCE", 96 * 5)  # five positions at once
+    frames.append(compare(models, ids, n_tokens=200, batch=7, **QUICK).frame)
+    numbers = frames[0].select_dtypes("number").columns.drop(["seconds", "time_ratio", "time_q25", "time_q75"])
+    for frame in frames[1:]:
+        np.testing.assert_allclose(frame[numbers], frames[0][numbers], rtol=1e-5, atol=1e-12)
+    assert frames[0].tokens.tolist() == [200, 200]
+    assert frames[0].predictions.tolist() == [200 - 6] * 2  # six contexts, the last one cut
+
+
+def test_perplexity_is_what_training_evaluates():
+    model, tokenizer = load_model("embedded-layernorm"), load_tokenizer("embedded-layernorm")
+    rows = [b.ids for b in load_tokens("sample", tokenizer, 64).batches(10 * 64, 10)]
+    tokens = TokenStream.from_array(np.concatenate(rows))
+    frame = compare({"a": model, "b": load_model("embedded-rmsnorm")}, tokens, **QUICK).frame
+    assert frame.cross_entropy[0] == pytest.approx(training.evaluate(model, tokens), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_that_see_later_tokens_have_no_perplexity(name, ids):
+    a = sharpened(name)
+    frame = compare({"a": a, "b": sabotaged(a)}, ids, **QUICK).frame
+    assert frame.perplexity.isna().all()
+    assert frame.predictions.tolist() == [0, 0]
+    assert frame.kl_mean[1] > 0
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"vit", "whisper", "bert", "albert", "t5"}))
+def test_causal_models_have_one(name, ids, tiny):
+    frame = compare({"a": tiny(name), "b": tiny(name)}, ids[:1, :8], **QUICK).frame
+    assert frame.perplexity.between(10, 1e4).all()
+
+
+def test_models_without_a_head_are_compared_by_hidden_states(ids):
+    a, b = zoo.tiny("bert").bert, zoo.tiny("bert", seed=1).bert
+    result = compare({"a": a, "b": b}, ids, **QUICK)
+    frame = result.frame
+    assert frame.output.tolist() == ["last_hidden_state"] * 2
+    assert frame[["perplexity", "kl_mean", "kl_max", "top1"]].isna().all(axis=None)
+    with torch.no_grad():
+        x, y = (m(input_ids=torch.tensor(ids)).last_hidden_state.double() for m in (a, b))
+    assert frame.error_max[1] == pytest.approx((x - y).abs().max().item(), rel=1e-5)
+    assert frame.error_rms_rel[1] == pytest.approx(((x - y).norm() / x.norm()).item(), rel=1e-5)
+    assert "hidden state error" in result.table()
+    assert "perplexity" not in result.table()
+    assert json.loads(result.to_json())["models"][1]["perplexity"] is None
+    assert drawn(result.plot())
+
+
+def test_one_score_a_context_is_one_position(ids):
+    config = zoo.tiny("bert").config
+    a, b = (transformers.BertForSequenceClassification(config).eval() for _ in range(2))
+    result = compare({"a": a, "b": b}, ids, **QUICK)
+    with torch.no_grad():
+        x, y = (m(input_ids=torch.tensor(ids)).logits.double() for m in (a, b))
+    kl = (x.softmax(-1) * (x.log_softmax(-1) - y.log_softmax(-1))).sum(-1)
+    assert result.frame.kl_mean[1] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert result.frame.perplexity.isna().all()
+    assert result.frame.tokens.tolist() == [ids.size] * 2
+
+
+def test_half_precision_logits_are_compared_in_float64(ids):
+    a, b = (m.to(torch.bfloat16) for m in (sharpened("gpt2"), sabotaged(sharpened("gpt2"))))
+    frame = compare({"a": a, "b": b}, ids, batch=1, **QUICK).frame
+    assert frame.kl_mean[1] == pytest.approx(oracle(a, b, ids)["kl_mean"], rel=1e-6)
+    assert frame.perplexity.notna().all()
+    assert frame["dtype"].tolist() == ["bfloat16"] * 2
+
+
+def test_training_mode_is_left_and_restored(ids):
+    a, b = sharpened("gpt2").train(), sharpened("gpt2")
+    frame = compare({"a": a, "b": b}, ids, **QUICK).frame
+    assert frame.error_max[1] == 0
+    assert a.training
+    assert not b.training
+
+
+def test_what_cannot_be_compared_is_said(ids):
+    a = zoo.tiny("gpt2")
+    broken = copy.deepcopy(a)
+    with torch.no_grad():
+        broken.lm_head.weight[5, 0] = torch.nan
+    for models, error, words in (
+        ({"a": a, "b": zoo.tiny("llama", vocab_size=100)}, DataError, "96 wide and those of b 100: their vocab"),
+        ({"a": a, "b": a.transformer}, DataError, "a gives logits and b gives last_hidden_state"),
+        ({"a": a.transformer, "b": zoo.tiny("gpt2", n_embd=64).transformer}, DataError, "different widths"),
+        ({"a": a, "broken": broken}, ModelError, "the logits of broken are NaN or infinite at"),
+        ({"a": a, "b": zoo.tiny("vit")}, ModelError, "not token ids"),
+        ({"a": a}, NormGeoError, "two models"),
+    ):
+        with pytest.raises(error, match=words):
+            compare(models, ids, **QUICK)
+    pair = {"a": a, "b": a}
+    for tokens, options, words in (
+        (ids + 90, {}, "beyond the model's vocabulary"),
+        (np.full((1, 65), 5), {}, "longer than the model's 64"),
+        (ids, {"n_tokens": 260}, "ends after 259 tokens"),
+        (ids, {"batch": 0}, "at least one token"),
+        (TokenStream(lambda: iter(()), 4, "nothing", "", ""), {}, "holds no tokens"),
+    ):
+        with pytest.raises(DataError, match=words):
+            compare(pair, tokens, **(QUICK | options))
+    with pytest.raises(NormGeoError, match="below 0"):
+        compare(pair, ids, rounds=-1)
+
+
+def test_contexts_of_one_token_predict_nothing(ids):
+    frame = compare({"a": zoo.tiny("gpt2"), "b": zoo.tiny("gpt2", seed=1)}, ids.reshape(-1, 1), **QUICK).frame
+    assert frame.perplexity.isna().all()
+    assert frame.kl_mean[1] > 0
+
+
+def test_sites_match_by_name_and_else_by_place(ids):
+    gpt2, llama, deep = zoo.tiny("gpt2"), zoo.tiny("llama"), zoo.tiny("gpt2", n_layer=3)
+    angles = compare({"gpt2": gpt2, "llama": llama, "deep": deep}, ids, **QUICK).angles
+    pairs = angles.drop_duplicates(["model", "site"]).set_index(["model", "site"]).reference_site
+    assert pairs["llama"].to_dict() == {
+        "model.layers.0.input_layernorm": "transformer.h.0.ln_1",
+        "model.layers.0.post_attention_layernorm": "transformer.h.0.ln_2",
+        "model.layers.1.input_layernorm": "transformer.h.1.ln_1",
+        "model.layers.1.post_attention_layernorm": "transformer.h.1.ln_2",
+        "model.norm": "transformer.ln_f",
+    }
+    assert pairs["deep"]["transformer.ln_f"] == "transformer.ln_f"
+    assert pairs["deep"].isna().sum() == 2  # the third layer
+    result = comparison.Comparison(pd.DataFrame({"model": ["gpt2", "llama", "deep"]}), angles)
+    wide = result.by_site()
+    assert wide.index.tolist()[:5] == pairs["gpt2"].tolist()
+    assert wide[["gpt2", "llama"]].isna().sum().tolist() == [2, 2]
+    assert wide.deep.notna().all()
+
+
+def test_final_norms_match_whatever_the_depth_and_no_site_is_matched_twice():
+    def sites(*rows):
+        return pd.DataFrame(rows, columns=["site", "stack", "layer", "role"])
+
+    first = sites(("h.0.a", "h", 0, "attention"), ("h.1.a", "h", 1, "attention"), ("norm", "", 2, "final"))
+    deep = sites(*[(f"x.{i}.b", "x", i, "attention") for i in range(3)], ("last", "", 3, "final"))
+    swapped = sites(("h.1.a", "h", 0, "attention"), ("h.2.a", "h", 1, "attention"), ("h.1.b", "h", 1, "mlp"))
+    found = comparison._matched({"first": first, "deep": deep, "swapped": swapped}).reference_site.fillna("")
+    assert found.tolist()[3:7] == ["h.0.a", "h.1.a", "", "norm"]
+    assert found.tolist()[7:] == ["h.1.a", "", ""]  # h.1.a has its namesake already
+
+
+def test_parallel_blocks_and_encoder_decoders_are_drawn(ids, tiny):
+    for names in (("gpt2", "gptj"), ("t5", "t5"), ("gemma2", "llama")):
+        result = compare({"a": tiny(names[0]), "b": tiny(names[1])}, ids[:2, :9], **QUICK)
+        assert drawn(result.plot())
+        assert result.table(100)
+
+
+def drawn(figure):
+    assert isinstance(figure, matplotlib.figure.Figure)
+    return all(axes.lines or axes.patches for axes in figure.axes) and len(figure.axes) >= 4
+
+
+def test_speed_is_relative_to_the_reference_in_the_same_round(ids, tiny, monkeypatch):
+    models, calls = {"a": tiny("gpt2"), "b": tiny("llama")}, []
+
+    def timed(model, chunk):
+        calls.append((model, chunk.start))
+        return (1.0 if model is models["a"] else 3.0) * 2.0 ** ((len(calls) - 1) // 2)
+
+    monkeypatch.setattr(comparison, "_timed", timed)
+    frame = compare(models, ids, batch=2, null=0, rounds=8, progress=False).frame
+    assert frame[["time_ratio", "time_q25", "time_q75"]].to_numpy().tolist() == [[1, 1, 1], [3, 3, 3]]
+    assert frame.seconds.tolist() == pytest.approx([24, 72])  # the median of 2, 4, ..., 256, and of three times that
+    rounds = [calls[i : i + 2] for i in range(0, len(calls), 2)]
+    assert len(rounds) == 9  # one warms up
+    assert all({id(model) for model, _ in pair} == {id(m) for m in models.values()} for pair in rounds)
+    assert all(pair[0][1] == pair[1][1] for pair in rounds)  # on the same batch
+    assert len({id(pair[0][0]) for pair in rounds}) == 2  # in random order
+
+
+def test_speed_is_measured(ids, tiny):
+    frame = compare({"a": tiny("gpt2"), "b": tiny("llama")}, ids, null=0, rounds=3, progress=False).frame
+    assert (frame[["seconds", "time_ratio", "time_q25", "time_q75"]] > 0).all(axis=None)
+    assert frame.loc[0, ["time_ratio", "time_q25", "time_q75"]].tolist() == [1, 1, 1]
+    assert frame.time_q25[1] <= frame.time_ratio[1] <= frame.time_q75[1]
+
+
+def test_what_is_written_can_be_read(ids, tmp_path):
+    result = compare({"a": zoo.tiny("gpt2"), "b": zoo.tiny("llama")}, ids, **QUICK)
+    result.save(tmp_path / "here")
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "here/comparison.parquet"), result.frame)
+    assert len(pd.read_parquet(tmp_path / "here/angles.parquet")) == len(result.angles)
+    stored = json.loads((tmp_path / "here/comparison.json").read_text())
+    assert stored["reference"] == "a"
+    assert stored["models"][1]["kl_mean"] == result.frame.kl_mean[1]
+    assert stored["models"][1]["time_ratio"] is None
+    assert (tmp_path / "here/figures/comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (tmp_path / "here/figures/comparison.svg").read_bytes()
+    table = result.table()
+    for words in ("parameters", "5 LayerNorm", "5 RMSNorm", "top-1 agreement", "pre-attention", "final"):
+        assert words in table
+    assert max(map(len, table.splitlines())) <= 120
+
+
+@pytest.fixture
+def normgeo(monkeypatch, capsys, tmp_path):
+    """Run `normgeo compare` in a scratch directory; gives (exit status, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
+    zoo.tiny("gpt2").save_pretrained("gpt2")
+    zoo.tiny("llama").save_pretrained("llama")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["normgeo", "compare", *map(str, words)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_command_on_saved_models(normgeo, tmp_path):
+    words = ("gpt2", "llama", "--data", "ids.npy", "--naive", "--null", 4, "--rounds", 1)
+    status, out, _ = normgeo(*words, "--out", "new/here")
+    assert status == 0
+    assert "128 tokens of ids.npy" in out
+    for line in ("gpt2, naive RMSNorm", "KL, mean (nats)", "new/here: comparison.json"):
+        assert line in out
+    frame = pd.read_parquet(tmp_path / "new/here/comparison.parquet")
+    assert frame.model.tolist() == ["gpt2", "llama", "gpt2, naive RMSNorm"]
+    assert set(pd.read_parquet(tmp_path / "new/here/angles.parquet").model) == set(frame.model)
+    assert len(json.loads((tmp_path / "new/here/comparison.json").read_text())["weights_sha256"]) == 3
+    assert (tmp_path / "new/here/figures/comparison.svg").stat().st_size > 1000
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["here"]
+    status, _, err = normgeo(*words, "--out", "new/here")
+    assert status == 1
+    assert "exists and is not an empty directory" in " ".join(err.split())
+
+
+def test_command_on_the_embedded_pair(normgeo, tmp_path):
+    words = ("embedded-layernorm", "embedded-rmsnorm", "--tokens", 600, "--context", 100, "--null", 4, "--rounds", 0)
+    status, out, _ = normgeo(*words)
+    assert status == 0
+    assert "600 tokens of sample in contexts of 100" in out
+    (written,) = (tmp_path / "runs").iterdir()
+    assert written.name.startswith("compare-embedded-layernorm-embedded-rmsnorm-")
+    assert comparison.default_out(words[0], words[1]).name == f"{written.name}-2"
+
+
+def test_a_model_against_itself_by_name(normgeo, tmp_path):
+    status, out, _ = normgeo("gpt2", "gpt2", "--data", "ids.npy", "--null", 4, "--rounds", 0, "--out", "same")
+    assert status == 0
+    assert "gpt2 (again)" in out
+    assert (pd.read_parquet(tmp_path / "same/comparison.parquet")[EXACT] == 0).all(axis=None)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["gpt2", "nowhere/model", "--data", "ids.npy"], "cannot load the model 'nowhere/model'"),
+        (["gpt2", "wide", "--data", "ids.npy"], "96 wide and those of wide 100: their vocabularies differ"),
+        (["embedded-layernorm", "other", "--data", "sample"], "have different vocabularies (4,096 and 270 tokens)"),
+        (["embedded-layernorm", "embedded-rmsnorm", "--data", "empty.txt"], "has no text in it"),
+        (["gpt2", "llama", "--data", "text.doc"], "no such data file"),
+        (["gpt2", "llama", "--data", "ids.npy", "--tokens", "129"], "ends after 128 tokens"),
+        (["gpt2", "llama", "--data", "ids.npy", "--tokens", "0"], "--tokens must be at least 1"),
+        (["gpt2", "llama", "--data", "ids.npy", "--context", "0"], "--context must be at least 1"),
+        (["gpt2", "llama", "--data", "ids.npy", "--rounds", "-1"], "--rounds must be at least 0"),
+        (["gpt2", "llama", "--data", "ids.npy", "--dtype", "int8"], "no dtype 'int8'"),
+        (["gpt2", "llama", "--data", "ids.npy", "--device", "cuda:99"], "cuda:99"),
+        (["llama", "gpt2", "--data", "ids.npy", "--naive"], "has no LayerNorm"),
+        (["gpt2", "nan", "--data", "ids.npy"], "the logits of nan are NaN or infinite"),
+        (["gpt2", "llama", "--data", "ids.npy", "--out", "gpt2"], "exists and is not an empty directory"),
+        (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy"], "exists and is not an empty directory"),
+        (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy/x"], "ids.npy is not a directory"),
+    ],
+)
+def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, words, says):
+    if "wide" in words:
+        zoo.tiny("gpt2", vocab_size=100).save_pretrained("wide")
+    if "other" in words:
+        zoo.tiny("gpt2", vocab_size=300).save_pretrained("other")
+        training.train_tokenizer(["some other words"] * 9, 300).save_pretrained("other")
+    if "nan" in words:
+        model = zoo.tiny("gpt2")
+        with torch.no_grad():
+            model.transformer.ln_f.bias[0] = torch.nan
+        model.save_pretrained("nan")
+    (tmp_path / "empty.txt").write_text("  \n ")
+    before = set(tmp_path.rglob("*"))
+    status, _, err = normgeo(*words)
+    assert status == 1
+    assert err.count("error: ") == 1
+    assert says in " ".join(err.split())
+    assert "Traceback" not in err
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_failure_while_writing_leaves_nothing(normgeo, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normgeo.comparison.figures.save", full)
+    status, _, err = normgeo("gpt2", "llama", "--data", "ids.npy", "--null", 4, "--rounds", 0, "--out", "here")
+    assert status == 1
+    assert "cannot write here: No space left on device" in " ".join(err.split())
+    assert not list(tmp_path.glob("here*"))
+    with pytest.raises(RunError), comparison._appearing_whole(tmp_path / "gpt2") as scratch:
+        (scratch / "file").touch()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_causal_test_finds_the_swap_and_not_the_conversion(tmp_path, ids):
+    for name in ("gpt2", "llama"):
+        sharpened(name).save_pretrained(tmp_path / name)
+    np.save(tmp_path / "ids.npy", ids)
+    frame = causal_test.compute(tmp_path / "gpt2", tmp_path / "ids.npy")
+    assert frame.conversion.tolist() == ["original", "naive swap", "exact conversion"]
+    original, naive, exact = frame.to_dict("records")
+    assert original["kl_mean"] == 0
+    assert exact["kl_mean"] < 1e-9 < 1e-4 < naive["kl_mean"]
+    assert abs(exact["perplexity_difference"]) < 1e-3 < abs(naive["perplexity_difference"])
+    assert exact["top1"] == 1  # drawn as nothing at all, on a logarithmic axis
+    figure = causal_test.plot(frame)
+    assert drawn(figure)
+    assert len(figure.axes) == 4
+    with pytest.raises(ConversionError, match="has no LayerNorm"):
+        causal_test.compute(tmp_path / "llama", tmp_path / "ids.npy")

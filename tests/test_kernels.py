@@ -1,0 +1,142 @@
+"""The compiled kernels and torch's give the same numbers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from normgeo import kernels
+from normgeo.geometry import Directions
+from normgeo.kernels import BINS, Histogram, cpu
+
+pytestmark = pytest.mark.usefixtures("passes")
+LIBRARY = cpu.library  # of which the fixture may have put another in place
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def vectors(n, d, dtype=torch.float32, seed=0, mean=0.5):
+    x = torch.randn((n, d), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + mean
+    return x.to(dtype)
+
+
+def expected(x, units):
+    x = x.double().numpy()
+    left = x - x.mean(1, keepdims=True)
+    return np.stack([np.linalg.norm(x, axis=1), *(x @ units.numpy().T).T, np.linalg.norm(left, axis=1)])
+
+
+@given(
+    st.sampled_from(DTYPES), st.integers(1, 40), st.sampled_from([1, 2, 7, 8, 9, 63, 64, 576, 4099]),
+    st.sampled_from([0.0, 1.0, -300.0]), st.integers(0, 99),
+)  # fmt: skip
+def test_projections_are_those_of_float64(dtype, n, d, mean, seed):
+    x, units = vectors(n, d, dtype, seed, mean), Directions.seeded(d, 0, seed).units
+    found, wanted = kernels.project(x, units, centered=True), expected(x, units)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found[:4], wanted[:4], rtol=1e-13, atol=1e-13 * wanted[0].max())
+    left = wanted[4] > 1e-10 * wanted[0]
+    np.testing.assert_allclose(found[4][left], wanted[4][left], rtol=1e-9)
+    assert (found[4][~left] == 0).all()
+    assert torch.equal(kernels.project(x, units), found[:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value_of_a_dtype_is_read_as_it_is(dtype):
+    if dtype.itemsize == 2:
+        x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)[:, None]
+    else:
+        about = torch.finfo(dtype)
+        edges = [
+            0.0,
+            -0.0,
+            about.tiny,
+            about.smallest_normal / 8,
+            about.max,
+            about.eps,
+            torch.inf,
+            -torch.inf,
+            torch.nan,
+        ]
+        x = torch.tensor(edges, dtype=dtype)[:, None]
+    found = kernels.project(x, torch.ones(3, 1).double())
+    wanted = x[:, 0].double()
+    assert torch.equal(found[1].nan_to_num(7, 8, 9), wanted.nan_to_num(7, 8, 9))
+
+
+def test_a_row_is_summed_alike_wherever_it_lies_and_its_neighbours_do_not_matter():
+    x, units = vectors(37, 100), Directions.seeded(100, 0).units
+    whole = kernels.project(x, units, centered=True)
+    wide = torch.full((37, 300), torch.nan)
+    wide[:, 100:200] = x
+    torch.testing.assert_close(kernels.project(wide[:, 100:200], units, centered=True), whole, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(kernels.project(x.T.contiguous().T, units, centered=True), whole, rtol=1e-14, atol=1e-14)
+    x[3], x[11, 5] = torch.nan, torch.inf
+    found = kernels.project(x, units, centered=True)
+    assert not torch.isfinite(found[:, [3, 11]]).any()
+    others = [i for i in range(37) if i not in (3, 11)]
+    torch.testing.assert_close(found[:, others], whole[:, others], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("d", [5, 64, 130])
+def test_gathered_rows_are_unit_vectors(d, centered, dtype):
+    x = vectors(50, d, dtype, mean=3.0)
+    x[7], x[8, 1], x[9] = 0, torch.inf, 2
+    index = torch.tensor([3, 7, 8, 9, 49])
+    out = torch.full((5, d), torch.nan)
+    scalars = kernels.project(x, Directions.seeded(d, 0).units, centered=centered)
+    kernels.gather(x, index, scalars, centered=centered, out=out)
+    rows = x[index].double()
+    rows = (rows - rows.mean(1, keepdim=True)) if centered else rows
+    wanted = (rows / rows.norm(dim=1, keepdim=True)).float()
+    wanted[[1, 2, 3] if centered else [1, 2]] = 0
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (2, 40, 64), (4, 33, 257), (2, 0, 8)])
+def test_moments_are_those_of_float64(shape):
+    c = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    if c.numel() > 10:
+        c.view(-1)[:6] = torch.tensor([1.0, -1.0, 1.0 + 2e-7, 0.0, 0.5, -0.5])
+    found, arcs = kernels.moments(c), c.double().clamp(-1, 1).asin()
+    wanted = torch.stack([arcs.sum(1), arcs.square().sum(1), c.double().square().sum(1)], 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_both_tallies_are_equal_to_the_last_bit(phases):
+    generator = torch.Generator().manual_seed(1)
+    norms = torch.rand((3, phases, 400), generator=generator) * 30
+    sines = torch.rand((3, 3, 400), generator=generator, dtype=torch.float64) * 2 - 1
+    sines[0, 0, :2], sines[2, 1, 9] = torch.tensor([1.0, -1.0]), torch.nan
+    norms[0, 0, 4], norms[1, 0, 5], norms[1, 0, 6] = 0, torch.inf, torch.nan
+    degrees = (sines.asin().rad2deg() * 2**20).round().mul(2.0**-20).float()
+    group = torch.randint(0, 3, (400,), generator=generator, dtype=torch.uint8)
+    sites, found = torch.tensor([4, 0, 2]), []
+    for library in (LIBRARY(), cpu.Library(None, "")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "library", lambda library=library: library)
+            counts = torch.zeros((5, 3, 3, BINS), dtype=torch.int64)
+            found.append((*kernels.tally(norms, degrees, sines, group, Histogram(counts, sites, 0)), counts))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    sums, least, most, counts = found[0]
+    assert sums[:, :, :2].sum() == 3 * 400
+    assert sums[:, :, 1].sum(1).tolist() == [1, 2, 1]
+    assert counts.sum((2, 3))[sites, :phases].sum(1).tolist() == [3 * 399 * phases, 3 * 398 * phases, 3 * 399 * phases]
+    assert least.min() == -90 * 2**20
+    assert most.max() == 90 * 2**20
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same_bits(threads):
+    x, units = vectors(300, 200), Directions.seeded(200, 0).units
+    one = kernels.project(x, units, centered=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(kernels.project(x, units, centered=True), one)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,64 @@
+"""The store holds the very numbers that the statistics added up."""
+
+import numpy as np
+import pytest
+import torch
+from test_statistics import EPS, near, noise
+
+from normgeo.geometry import NAMES, Directions
+from normgeo.scalars import ScalarStore, ScalarWriter, bytes_needed
+from normgeo.sites import NormSite
+from normgeo.statistics import PHASES, UNIT, AngleStatistics
+from normgeo.tokens import TokenBatch
+
+D, N, BLOCK = 24, 40, 20
+
+
+@pytest.fixture(params=["layernorm", "rmsnorm"])
+def kept(request, tmp_path):
+    """A store of two batches at two sites, one of them on three heads, and the statistics of the same."""
+    sites = [NormSite(f"norm{h}", request.param, "attention", 0, "layers", D, EPS, heads=h) for h in (1, 3)]
+    directions = {D: Directions.seeded(D, 4)}
+    statistics, writer = AngleStatistics(sites, directions), ScalarWriter(tmp_path / "s.zarr/m", sites, N, BLOCK)
+    writer.create(directions)
+    for start in (0, BLOCK):
+        batch = TokenBatch(np.full((4, 5), 5), np.zeros((4, 5), int), start)
+        statistics.begin(batch)
+        for i, site in enumerate(sites):
+            n = BLOCK * site.heads
+            pre = torch.cat([noise(n - 12, D, seed=start), near(D, 0.02, 0, 10), torch.zeros(1, D), torch.ones(1, D)])
+            statistics.take(i, "pre", pre)
+            statistics.take(i, "post", noise(n, D, seed=start + 1))
+        statistics.end()
+        writer.take(batch, statistics)
+        writer.flush()
+    return sites, statistics, ScalarStore(tmp_path / "s.zarr/m")
+
+
+def test_every_angle_is_the_one_that_was_added_up(kept):
+    sites, statistics, store = kept
+    for i, site in enumerate(sites):
+        for p, phase in enumerate(PHASES):
+            for k, direction in enumerate(NAMES):
+                short_of = 90 - store.angles(site.key, phase, direction)
+                short_of = short_of[~np.isnan(short_of)] * UNIT
+                assert (short_of == np.rint(short_of)).all()
+                assert short_of.sum() == statistics.state["deviation"][:, i, p, k].sum()
+                assert short_of.min() == statistics.state["least"][:, i, p, k].min()
+                assert len(short_of) == statistics.state["count"][:, i, p].sum()
+
+
+def test_norms_are_those_that_were_added_up(kept):
+    sites, statistics, store = kept
+    for i, site in enumerate(sites):
+        for p, phase in enumerate(PHASES):
+            valid = ~np.isnan(store.angles(site.key, phase, "random_a"))
+            found = store.norms(site.key, phase)[valid].astype(np.float64)
+            assert np.rint(found * UNIT).sum() == statistics.state["norm"][:, i, p].sum()
+
+
+def test_the_bytes_are_those_that_were_said(kept):
+    sites, _, store = kept
+    arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]
+    assert sum(a.nbytes for a in arrays) == bytes_needed(sites, N, BLOCK)
+    assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
