@@ -20,9 +20,9 @@ ALL = {a.model_type: a for a in architectures()}
 FAST = [
     "audio-spectrogram-transformer", "biogpt", "blenderbot", "bloom", "clip_text_model", "codegen",
     "decision_transformer", "deit", "dinov2", "dinov2_with_registers", "esm", "gpt2", "gpt_bigcode", "gpt_neox",
-    "ijepa", "imagegpt", "kimi_k25_vision", "m2m_100", "mbart", "megatron-bert", "mpt", "nllb-moe", "olmo", "opt",
+    "ijepa", "kimi_k25_vision", "m2m_100", "mbart", "megatron-bert", "mpt", "nllb-moe", "olmo", "opt",
     "pegasus", "persimmon", "phi", "phimoe", "qwen2_audio_encoder", "roberta-prelayernorm", "rwkv", "segformer",
-    "siglip_text_model", "speech_to_text", "stablelm", "starcoder2", "vit", "vit_msn", "vivit",
+    "speech_to_text", "stablelm", "starcoder2", "vit", "vit_msn", "vivit",
     "whisper", "xglm",
 ]  # fmt: skip
 
