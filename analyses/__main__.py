@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def run(name: str, options: dict[str, object], out: Path) -> None:
-    """Compute an analysis, write NAME.parquet, NAME.png and NAME.svg, and print the first rows.
+    """Compute an analysis, write NAME.parquet, NAME.png and NAME.svg (NAME.md where it has one), print the first rows.
 
     Raises:
         DataError: there is no such analysis, or it does not take an option that was given.
@@ -40,6 +40,8 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(out / f"{name}.parquet", index=False)
     figures.save(module.plot(frame), out / name)
+    if hasattr(module, "markdown"):
+        (out / f"{name}.md").write_text(module.markdown(frame))
     print(frame.head(12).to_string(index=False, max_cols=12, float_format="{:.4g}".format))
     print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
 

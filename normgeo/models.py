@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ModelError
+from normgeo.examples import example_inputs
 from normgeo.norms import RMSNorm
 
 __all__ = [
@@ -260,38 +261,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict[str, Tensor]:
-    """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
-
-    Raises:
-        ModelError: the model's main input is of a kind this function cannot make.
-    """
-    config, device = model.config, model.device
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(vocabulary: int) -> Tensor:
-        return torch.randint(min(3, vocabulary - 1), vocabulary, (2, time), generator=generator).to(device)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, model.dtype)
-
-    decoder = {}
-    if config.is_encoder_decoder:
-        decoder = {"decoder_input_ids": ids(config.get_text_config(decoder=True).vocab_size)}
-    main = model.main_input_name
-    if main == "input_ids":
-        return {"input_ids": ids(config.get_text_config().vocab_size), **decoder}
-    if main == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        return {"pixel_values": noise(2, getattr(config, "num_channels", 3), *size), **decoder}
-    if main == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 2 * time)
-        return {"input_features": noise(2, config.num_mel_bins, frames), **decoder}
-    if main == "input_values":
-        return {"input_values": noise(2, 4000), **decoder}
-    raise ModelError(f"{type(model).__name__} takes {main!r}, for which no example can be made; pass inputs=...")
 
 
 def weights_digest(model: nn.Module) -> str:

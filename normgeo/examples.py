@@ -1,0 +1,172 @@
+"""Small random inputs for any transformers model, made from its configuration and its signature."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from normgeo.errors import ModelError
+
+__all__ = ["example_inputs"]
+
+GRID = 4
+"""Patches along each side of an image, where a model is given patches."""
+PAIRED = ("input_ids", "pixel_values")
+WITH = {
+    "pixel_values": ("noise", "spatial_shapes", "target_sizes"),
+    "input_features": ("input_features_mask",),
+    "states": ("actions", "rewards", "returns_to_go", "timesteps"),
+}
+"""What a model takes with its main input, and needs although its signature has a default."""
+
+
+def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict[str, Tensor]:
+    """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
+
+    Made are the main input, everything else that the forward pass requires, and the other modality of a model that
+    reads text and images side by side. A model that puts images between its tokens is given text alone.
+
+    Raises:
+        ModelError: the model requires an input of a kind this function cannot make.
+    """
+    config, main = model.config, model.main_input_name
+    taken = inspect.signature(model.forward).parameters
+    names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
+    names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    between = any(re.fullmatch(r"(image|vision|media).*_(id|index)", name) for c in _parts(config) for name in vars(c))
+    names += [n for n in ("input_ids", "pixel_values", "bbox") if n in taken and main in PAIRED and not between]
+    names += [n for n in WITH.get(names[0] if names else "", ()) if n in taken]
+    if config.is_encoder_decoder and "decoder_input_ids" in taken:
+        names.append("decoder_input_ids")
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {name: _example(name, model, time, generator) for name in dict.fromkeys(names)}
+    return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+
+
+def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
+    config = model.config
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if name == "inputs":
+        name = "input_ids" if hasattr(config, "vocab_size") else "input_values"
+    if name in ("input_ids", "decoder_input_ids"):
+        text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
+        rows = 2 * getattr(text, "num_codebooks", 1) if hasattr(text, "audio_channels") else 2
+        return _ids(text, (rows, time), generator)
+    if name == "input_values":
+        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+            return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
+        channels = getattr(config, "audio_channels", None)
+        return noise(2, *([channels] if channels else []), 4000)
+    simple: dict[str, Callable[[], Tensor]] = {
+        "inputs_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
+        "query_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
+        "attention_mask": lambda: torch.ones(2, time, dtype=torch.long),
+        "bbox": lambda: torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values,
+        "pixel_values": lambda: noise(*_pixels_shape(name, model)),
+        "pixel_values_videos": lambda: noise(*_pixels_shape(name, model)),
+        "hidden_states": lambda: noise(*_pixels_shape(name, model)),
+        "grid_thw": lambda: torch.tensor([[1, GRID, GRID]] * 2),
+        "image_grid_thw": lambda: torch.tensor([[1, GRID, GRID]] * 2),
+        "spatial_shapes": lambda: torch.tensor([[GRID, GRID]] * 2),
+        "target_sizes": lambda: torch.tensor([[GRID, GRID]] * 2),
+        "pixel_attention_mask": lambda: torch.ones(2, GRID * GRID, dtype=torch.long),
+        "merge_sizes": lambda: torch.ones(2, dtype=torch.long),
+        "noise": lambda: noise(2, math.prod(s // config.patch_size for s in _image_shape(config)[1:])),
+        "input_features": lambda: noise(*_features_shape(model, time)),
+        "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
+        "past_values": lambda: noise(2, config.context_length, *_series_channels(config)),
+        "past_values_padding": lambda: torch.zeros(2, config.context_length, dtype=torch.long),
+        "states": lambda: noise(2, time, config.state_dim),
+        "actions": lambda: noise(2, time, config.act_dim),
+        "rewards": lambda: noise(2, time, 1),
+        "returns_to_go": lambda: noise(2, time, 1),
+        "timesteps": lambda: torch.arange(time).expand(2, time),
+    }
+    if name not in simple:
+        raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+    return simple[name]()
+
+
+def _series_channels(config: PretrainedConfig) -> tuple[int, ...]:
+    return (config.num_input_channels,) if hasattr(config, "num_input_channels") else ()
+
+
+def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
+    config, taken = model.config, inspect.signature(model.forward).parameters
+    channels, height, width = _image_shape(config)
+    patch = _first(config, "patch_size", default=1)
+    patch = patch if isinstance(patch, int) else patch[-1]
+    first = _first_map(model)
+    if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
+        if isinstance(first, nn.Conv2d):
+            return 2 * GRID * GRID, channels, patch, patch
+        flat = channels * _first(config, "temporal_patch_size", default=1) * patch**2
+        return 2 * GRID * GRID, int(first.in_features) if isinstance(first, nn.Linear) else flat
+    if "spatial_shapes" in taken:
+        return 2, GRID * GRID, channels * patch**2
+    if "target_sizes" in taken:
+        return 2, channels, patch, patch * GRID * GRID
+    if name == "pixel_values_videos" or _first(config, "num_frames", "tubelet_size") is not None:
+        return 2, _first(config, "frames_per_clip", "num_frames", default=2), channels, height, width
+    return 2, channels, height, width
+
+
+def _first_map(model: nn.Module) -> Any:
+    return next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear))), None)
+
+
+def _frames(model: PreTrainedModel, time: int) -> int:
+    return 2 * _first(model.config, "max_source_positions", default=8 * (time // 2 + 2))
+
+
+def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
+    """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
+    config, first = model.config, _first_map(model)
+    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
+    known = [v for v in (_first(config, n) for n in names) if v is not None] or [16]
+    flat = isinstance(first, nn.Linear) and not any(isinstance(m, nn.Conv2d) for m in model.modules())
+    mels = first.in_features if flat and isinstance(first, nn.Linear) else known[0]
+    channels = isinstance(first, nn.Conv1d) and _first(config, "num_mel_bins") == first.in_channels
+    return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
+
+
+def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random tokens that the configuration does not name as special ones."""
+    vocabulary = getattr(text, "vocab_size", 128)
+    special = [v for k, v in vars(text).items() if re.fullmatch(r".*_token_(id|index)", k) and isinstance(v, int)]
+    plain = torch.arange(min(3, vocabulary - 1), vocabulary)
+    plain = plain[~torch.isin(plain, torch.tensor(special))]
+    return plain[torch.randint(0, len(plain), shape, generator=generator)]
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A configuration and, after it, all those inside it."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            yield from _parts(part)
+
+
+def _first(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
+    """The first of these attributes that the configuration or one of those inside it has."""
+    values = (getattr(part, name, None) for name in names for part in _parts(config))
+    return next((value for value in values if value is not None), default)
+
+
+def _image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    size = _first(config, "image_size", "img_size", "crop_size", "input_size", default=64)
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels = _first(config, "num_channels", "in_channels", "in_chans", default=3)
+    return (channels if isinstance(channels, int) else 3), height, width
