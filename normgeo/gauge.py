@@ -179,8 +179,7 @@ class _Probe:
     def gauge(self) -> Gauge:
         named = dict(self.model.named_parameters())
         outputs, by_site, trace = self._pass()
-        means = torch.stack(list(by_site.values())).sum()
-        moved = torch.autograd.grad(means, list(named.values()), retain_graph=True, allow_unused=True)
+        moved = self._gradient(list(by_site.values()), list(named.values()))
         visible = self._gradients(outputs, trace, list(named.values()))
         writers, scaled, readers = self._sorted(
             dict(zip(named, visible, strict=True)), dict(zip(named, moved, strict=True))
@@ -200,11 +199,16 @@ class _Probe:
 
     def _gradients(self, outputs: list[Tensor], trace: Trace, parameters: list[Tensor]) -> list[Tensor | None]:
         """The gradients of a random sum of the outputs, for these parameters, and for the trace's tensors."""
-        seen = torch.stack([self._noise(o) for o in outputs]).sum()
-        wanted = [*parameters, *(use.tensor for use in trace.uses)]
-        parts = torch.autograd.grad(seen, wanted, retain_graph=True, allow_unused=True)
+        parts = self._gradient([self._noise(o) for o in outputs], [*parameters, *(use.tensor for use in trace.uses)])
         trace.gradients = list(parts[len(parameters) :])
         return list(parts[: len(parameters)])
+
+    def _gradient(self, summands: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+        """The gradient of the sum of those summands that have one."""
+        known = [s for s in summands if s.requires_grad]
+        if not known:
+            return [None] * len(wanted)
+        return list(torch.autograd.grad(torch.stack(known).sum(), wanted, retain_graph=True, allow_unused=True))
 
     def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:
         """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
