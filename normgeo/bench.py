@@ -176,10 +176,13 @@ def _variants(
 
     def measured(twin: PreTrainedModel, k: int) -> Callable[[TokenBatch], None]:
         statistics = new_statistics(twin, sites, null=k, seed=0, null_every=null_every, bos=None)
+        waiting: list[TokenBatch] = []
+        # one stream for all batches, as in a run: its hooks are put on once
+        running = stream(twin, sites, iter(waiting.pop, None), [statistics])
 
         def run(chunk: TokenBatch) -> None:
-            for _ in stream(twin, sites, [chunk], [statistics]):
-                pass
+            waiting.append(chunk)
+            next(running)
 
         return run
 

@@ -253,7 +253,8 @@ def _sorted(gauge: Gauge, means: dict[str, float], to: str) -> tuple[list[NormSi
     untouched = [site for site in others if site.role in SIDE]
     kept = {site.key: _reason(site, means, gauge) for site in others if site.role not in SIDE}
     if not chosen:
-        raise ConversionError(f"no LayerNorm can be replaced: {_listed(kept)}")
+        why = _listed(kept) or "they are all off the main branch: on heads, inside branches or in a head"
+        raise ConversionError(f"no LayerNorm can be replaced: {why}")
     return chosen, kept, untouched
 
 
@@ -261,7 +262,7 @@ def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
     share = f"the mean of its input ({means.get(site.name, 0.0):.1e} of its rms)"
     if who := gauge.raw.get(site.key):
         return f"{share} is read by {', '.join(who[:3])}{' and others' if len(who) > 3 else ''} as well"
-    return f"{share} comes from where no parameter carries it and no module's boundary lets it be removed"
+    return f"{share} is seen by an output, or is carried by no parameter and crosses no module's boundary"
 
 
 def _spec(norm: nn.Module, site: NormSite) -> dict[str, Any]:

@@ -204,11 +204,21 @@ class _Probe:
         return list(parts[: len(parameters)])
 
     def _gradient(self, summands: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
-        """The gradient of the sum of those summands that have one."""
+        """The gradient of the sum of those summands that have one, with respect to those tensors that can have one.
+
+        Raises:
+            ModelError: the model cannot be differentiated.
+        """
         known = [s for s in summands if s.requires_grad]
-        if not known:
+        reached = [t for t in wanted if t.requires_grad]
+        if not known or not reached:
             return [None] * len(wanted)
-        return list(torch.autograd.grad(torch.stack(known).sum(), wanted, retain_graph=True, allow_unused=True))
+        try:
+            found = iter(torch.autograd.grad(torch.stack(known).sum(), reached, retain_graph=True, allow_unused=True))
+        except Exception as error:  # whatever a model's own backward raises
+            name, line = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{name} cannot be differentiated: {line}") from error
+        return [next(found) if t.requires_grad else None for t in wanted]
 
     def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:
         """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
@@ -291,7 +301,7 @@ class _Probe:
 
     def _raw(self, mean: Tensor, trace: Trace, outputs: list[Tensor]) -> tuple[str, ...]:
         """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""
-        moved = torch.autograd.grad(mean, [u.tensor for u in trace.uses], retain_graph=True, allow_unused=True)
+        moved = self._gradient([mean], [use.tensor for use in trace.uses])
         sources = [
             use for use, g, m in zip(trace.uses, trace.gradients, moved, strict=True)
             if use.place.side == "output" and _aligned(m) > 1 - INVISIBLE and not _vanishes(g)
@@ -315,8 +325,7 @@ class _Probe:
         """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
         if source is tensor or not tensor.requires_grad:
             return False
-        (moved,) = torch.autograd.grad(self._noise(tensor.mean(-1)), [source], retain_graph=True, allow_unused=True)
-        return _aligned(moved) > 0.5
+        return _aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
 
 
 def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
