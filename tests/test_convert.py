@@ -1,6 +1,7 @@
 """The mean gauge and the conversion: equal outputs for every architecture, and every sabotage noticed."""
 
 import copy
+import json
 import re
 
 import numpy as np
@@ -156,11 +157,105 @@ def test_the_certificate_fails_on_a_sabotaged_conversion(kind):
     assert certify(float64_copy(model), good, *args, site_mean=0.0, counts=counts).error_rel < 1e-6
 
 
-def test_centering_the_embedding_of_an_rmsnorm_model_changes_it():
-    model = float64_copy(tiny("llama"))
-    bad = copy.deepcopy(model)
+def test_the_certificate_fails_on_an_rmsnorm_model_whose_embedding_was_centered():
+    model = tiny("llama")
+    bad = float64_copy(model)
     center(bad.model.embed_tokens.weight, 1)
-    assert worst_error(model, bad, example_inputs(model)) > 1e-3
+    assert worst_error(float64_copy(model), bad, example_inputs(model)) > 1e-3
+    counts = {"replaced": 5, "kept": 0, "untouched": 0, "recentered": 0}
+    args = (model, copy.deepcopy(bad).float(), certificate_inputs(model))
+    assert not certify(float64_copy(model), bad, *args, site_mean=0.0, counts=counts).passed
+    good = (float64_copy(model), float64_copy(model), model, model, certificate_inputs(model))
+    assert certify(*good, site_mean=0.0, counts=counts).passed
+    assert not certify(*good, site_mean=0.0, counts=counts | {"replaced": 0}).passed  # nothing replaced is a failure
+
+
+def test_a_certificate_is_json_and_a_table():
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    certificate = convert(tiny("gpt2"), certify_on=[{"input_ids": ids}]).certificate
+    facts = json.loads(certificate.to_json())
+    assert facts["tokens"] == 22
+    assert facts["replaced"] == 5
+    lines = dict(re.split(" {2,}", line, maxsplit=1) for line in certificate.table().splitlines())
+    assert lines["passed"] == "True"
+    assert float(lines["perplexity original"]) == pytest.approx(facts["perplexity_original"], rel=1e-6)
+    with torch.no_grad():
+        logits = tiny("gpt2")(ids).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert facts["perplexity_original"] == pytest.approx(loss.exp().item(), rel=1e-9)
+    assert convert(tiny("bert"), certify_on=[{"input_ids": ids}]).certificate.perplexity_original is None
+
+
+class Scale(nn.Module):
+    """LayerScale: an elementwise gain on what a branch writes."""
+
+    def __init__(self, d, inner):
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.linspace(0.2, 1.7, d))
+
+    def forward(self, x):
+        return self.inner(x) * self.gain
+
+
+def test_layerscale_is_folded_into_what_it_scales():
+    model = tiny("opt")
+    for layer in model.model.decoder.layers:
+        layer.fc2 = Scale(32, layer.fc2)
+    gauge = find_gauge(model)
+    assert set(gauge.scaled.values()) == {f"model.decoder.layers.{i}.fc2.gain" for i in range(2)}
+    for options in ({}, {"to": "crmsnorm"}):
+        conversion = convert(model, **options)
+        assert conversion.recentered == ()
+        assert not conversion.kept
+        assert conversion.certificate.error_rel < 1e-14
+        assert (conversion.model.model.decoder.layers[0].fc2.gain == 1).all()
+    trained = convert(model, trainable=True)  # there the gain must stay free
+    assert not (trained.model.model.decoder.layers[0].fc2.gain == 1).any()
+    assert trained.certificate.passed
+
+
+class Table(nn.Module):
+    """Positions from a table in a buffer, cut off from the gradient; made anew for longer inputs, when asked to be."""
+
+    def __init__(self, rows, d, grows):
+        super().__init__()
+        self.grows = grows
+        self.register_buffer("table", self.made(rows, d), persistent=False)
+
+    @staticmethod
+    def made(rows, d):
+        return torch.sin(torch.arange(rows)[:, None] * torch.linspace(0.1, 2, d)) + 0.5
+
+    @torch.no_grad()
+    def forward(self, ids):
+        if self.grows and ids.shape[-1] > len(self.table):
+            self.table = self.made(ids.shape[-1], self.table.shape[1]).to(self.table)
+        return self.table[: ids.shape[-1]].detach()[ids.clamp(max=ids.shape[-1] - 1)]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_tables_are_folded_unless_the_model_makes_them_anew(grows):
+    model = tiny("gpt2", n_positions=256)
+    model.transformer.wpe = Table(24, 32, grows)
+    conversion = convert(model)
+    assert len(conversion.recentered) == grows
+    assert conversion.recipe["tables"] == ([] if grows else ["transformer.wpe.table"])
+    assert conversion.certificate.error_rel < 1e-14
+    inputs = {"input_ids": example_inputs(model, 40 if grows else 20, seed=5)["input_ids"]}
+    exact = copy.deepcopy(conversion.model).double()
+    assert worst_error(float64_copy(model), exact, inputs) < 3e-6  # longer than the table, too
+
+
+def test_a_module_called_twice_is_no_place_to_recenter():
+    """What is invisible in one of its calls and not in the other must stay as it is."""
+    model = tiny("gpt2")
+    shared = nn.Dropout(0.1).eval()
+    for block in model.transformer.h:
+        block.mlp.act = nn.Sequential(block.mlp.act, shared)
+        block.mlp.dropout = shared
+    conversion = convert(model, trainable=True)
+    assert conversion.certificate.passed
+    assert not any("mlp.dropout" in p.module or ".act" in p.module for p in conversion.recentered)
 
 
 def test_a_conversion_that_is_not_equal_gives_no_model(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from zoo import tiny
 
-from normgeo import find_sites, measure_angles
+from normgeo import convert, find_gauge, find_sites, measure_angles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,3 +26,16 @@ def test_angles_on_cuda_are_those_of_the_cpu(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sites_are_found_on_cuda_in_half_precision(name):
     assert find_sites(tiny(name).cuda().bfloat16()) == find_sites(tiny(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "whisper", "vit"])
+def test_the_gauge_on_cuda_is_that_of_the_cpu(name):
+    cpu, gpu = find_gauge(tiny(name)), find_gauge(tiny(name).cuda())
+    assert (gpu.writers, gpu.readers, gpu.invisible) == (cpu.writers, cpu.readers, cpu.invisible)
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "crmsnorm"}, {"keep_tie": True}, {"trainable": True}])
+def test_conversion_on_cuda(options):
+    conversion = convert(tiny("gpt2").cuda(), **options)
+    assert conversion.certificate.error_rel < 1e-12
+    assert conversion.model.device.type == "cuda"

@@ -94,6 +94,32 @@ def test_crmsnorm_of_all_but_the_last_number_is_rmsnorm_of_a_zero_mean_vector(n,
     torch.testing.assert_close(short, LayerNorm(n + 1, eps, affine=False)(x)[:, :-1], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@given(n=st.integers(1, 20), seed=st.integers(0, 2**31))
+def test_crmsnorm_padded_and_expanded_are_the_same_vector(n, seed, bias):
+    """Width n, width n + 1 with a zero, and all n + 1 numbers: three ways to write one zero-mean vector."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, n + 1, dtype=torch.float64, generator=generator)
+    x -= x.mean(-1, keepdim=True)
+    short, padded = x[:, :-1], torch.nn.functional.pad(x[:, :-1], (0, 1))
+    y = by_definition(RMSNorm, x, 1e-5)
+    plain = {"affine": False}
+    np.testing.assert_allclose(CRMSNorm(n, **plain)(short), y[:, :-1], atol=1e-12)
+    np.testing.assert_allclose(CRMSNorm(n + 1, padded=True, **plain)(padded)[:, :-1], y[:, :-1], atol=1e-12)
+    assert (CRMSNorm(n + 1, padded=True, **plain)(padded)[:, -1] == 0).all()
+    for norm, given_x in (
+        (CRMSNorm(n, expand=True, bias=bias, dtype=torch.float64), short),
+        (CRMSNorm(n + 1, padded=True, expand=True, bias=bias, dtype=torch.float64), padded),
+    ):
+        gamma = torch.randn(n + 1, dtype=torch.float64, generator=generator)
+        norm.weight.data.copy_(gamma)
+        beta = torch.zeros(n + 1, dtype=torch.float64)
+        if bias:
+            beta = torch.randn(n + 1, dtype=torch.float64, generator=generator)
+            norm.bias.data.copy_(beta)
+        np.testing.assert_allclose(norm(given_x).detach(), y * gamma.numpy() + beta.numpy(), atol=1e-12)
+
+
 def test_layernorm_and_rmsnorm_agree_on_zero_mean_input_only():
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(LayerNorm(16)(x), RMSNorm(16)(x - x.mean(-1, keepdim=True)))
