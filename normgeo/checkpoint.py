@@ -34,7 +34,7 @@ from normgeo.converted import PREFIX
 from normgeo.errors import ConversionError
 from normgeo.native import native_model
 
-__all__ = ["auto_map", "describe", "new_directory", "save", "write_config"]
+__all__ = ["auto_map", "describe", "native_class", "new_directory", "save", "write_config"]
 
 TEMPLATE = """
 
@@ -162,8 +162,12 @@ def _names(mapping: dict[str, Any]) -> list[str]:
     return [name for value in mapping.values() for name in (value if isinstance(value, (tuple, list)) else [value])]
 
 
-def _native(cls: type) -> type:
-    """The class of transformers that this is, or was before it was converted."""
+def native_class(cls: type) -> type:
+    """The class of transformers that this is, or was before it was converted.
+
+    Raises:
+        ConversionError: the model's code is not part of transformers.
+    """
     for base in cls.__mro__:
         if base.__module__.startswith("transformers."):
             return base
@@ -181,7 +185,7 @@ def write_config(config: PretrainedConfig, cls: type, recipe: dict[str, Any], fo
     Raises:
         ConversionError: the model's code is not part of transformers.
     """
-    cls, settings = _native(cls), _native(type(config))
+    cls, settings = native_class(cls), native_class(type(config))
     model_type = PREFIX + str(config.model_type).removeprefix(PREFIX)
     raw = config.to_dict() | {
         "model_type": model_type, "auto_map": auto_map(cls), "architectures": [cls.__name__], "normgeo": recipe,

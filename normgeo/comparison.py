@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from normgeo import figures, side_by_side
 from normgeo.agreement import agreements, vocabulary
 from normgeo.angles import measure_angles
-from normgeo.conversion import convert
+from normgeo.conversion import convert, decompress
+from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_device, pick_dtype, weights_digest
 from normgeo.progress import progress_bar
@@ -120,6 +121,8 @@ def compare(
         ModelError: outputs that are NaN or infinite, or that cannot be compared; a model that takes no tokens.
         NormGeoError: fewer than two models, or a number below zero.
 
+    Compressed models (CRMSNorm) are decompressed for their angles and norms, and for nothing else.
+
     >>> from normgeo import compare, load_model, load_tokenizer, load_tokens
     >>> models = {name: load_model(name) for name in ("embedded-layernorm", "embedded-rmsnorm")}
     >>> tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), context=64)
@@ -135,18 +138,19 @@ def compare(
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     for model in models.values():
         check_context(model, source.context)
+    whole = {name: decompress(m).model if is_compressed(m) else m for name, m in models.items()}
     total = n_tokens or source.n_tokens or 0
     with progress_bar("comparing", total * (1 + len(models)), enabled=progress) as advance:
         metrics = agreements(models, source, n_tokens, batch, advance)
         tables = {}
-        for name, model in models.items():
+        for name, model in whole.items():
             tables[name] = measure_angles(
                 model, source, n_tokens=n_tokens, batch=batch, null=null, seed=seed, name=name, progress=False,
                 on_batch=lambda done: advance(done.n_tokens),
             ).frame  # fmt: skip
     times = _times(models, _alike(source, n_tokens, batch, rounds + 1), rounds, seed)
     frame = pd.DataFrame(
-        [{"model": name, **_size(model), **metrics[name], **times[name]} for name, model in models.items()]
+        [{"model": name, **_size(model, whole[name]), **metrics[name], **times[name]} for name, model in models.items()]
     )
     frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
     about = {"data": source.source, "data_sha256": source.digest, "packing": source.packing, "context": source.context,
@@ -155,8 +159,8 @@ def compare(
     return Comparison(frame, _matched(tables), about)
 
 
-def _size(model: PreTrainedModel) -> dict[str, Any]:
-    kinds = [site.kind for site in find_sites(model, qk=True)]
+def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
+    kinds = [site.kind for site in find_sites(whole, qk=True)]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {
         "dtype": str(model.dtype).removeprefix("torch."), "device": device,

@@ -25,7 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from normgeo.norms import CRMSNorm, RMSNorm
 
-__all__ = ["PREFIX", "TiedHead", "add_bias", "converted_class", "put", "rebuild", "recenter_at", "replaced", "reshape"]
+__all__ = [
+    "PREFIX", "TiedHead", "add_bias", "converted_class", "is_compressed", "put", "rebuild", "recenter_at", "replaced",
+    "reshape",
+]  # fmt: skip
 
 PREFIX = "normgeo_"
 """What the `model_type` of a converted checkpoint begins with."""
@@ -128,6 +131,11 @@ def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
     new = cls(**options, dtype=own.dtype, device=own.device)
     new._forward_hooks.update(old._forward_hooks)  # it may be recentered too
     return new.train(old.training).requires_grad_(own.requires_grad)
+
+
+def is_compressed(model: Any) -> bool:
+    """Whether a model's streams lack their last number (CRMSNorm)."""
+    return (getattr(model.config, "normgeo", None) or {}).get("to") == "crmsnorm"
 
 
 def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:

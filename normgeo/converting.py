@@ -14,8 +14,9 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from normgeo.checkpoint import new_directory, save
-from normgeo.conversion import Conversion, convert
+from normgeo.checkpoint import native_class, new_directory, save
+from normgeo.conversion import Conversion, convert, decompress
+from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.models import EMBEDDED, explained, load_model, load_tokenizer, max_context
 from normgeo.sharded import convert_sharded
@@ -47,7 +48,7 @@ def convert_checkpoint(
     Args:
         name: hub id, local directory or embedded name.
         out: a new directory.
-        to: `rmsnorm` or `crmsnorm`.
+        to: `rmsnorm` or `crmsnorm`; `rmsnorm` for a compressed model decompresses it.
         data: what `load_tokens` takes, to certify on; None is the embedded sample, where the model has a tokenizer.
         n_tokens: tokens of it to compare on.
         context: tokens the model sees together; up to 256 when None.
@@ -86,7 +87,12 @@ def convert_checkpoint(
         return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model = load_model(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device, **where)
+    native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     extras = _extras(name, model, where)
+    if to == "rmsnorm" and is_compressed(model):
+        announce(f"{name}: compressed; giving it all d numbers again")
+        conversion = decompress(model)
+        return conversion, save(conversion, out, extras=extras)
     tokenizer = load_tokenizer(name, **where)
     batches = text_batches(model, data, tokenizer, n_tokens, context)
     announce(

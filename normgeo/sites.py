@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
 from normgeo.models import default_dtype, example_inputs
 
@@ -128,7 +129,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
     if not found:
-        raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass")
+        hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
+        raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
     base = model.base_model_prefix
     outside = f"{base}." if base and hasattr(model, base) else ""
     sites = _placed(found, trace, outside, n_tokens=_tokens(inputs))

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from normgeo import checkpoint, convert, decompress, load_model
+from normgeo import checkpoint, compare, convert, decompress, find_sites, load_model
 from normgeo.checkpoint import save
 from normgeo.cli import app
 from normgeo.converting import convert_checkpoint
@@ -192,6 +193,21 @@ def test_the_command_converts_certifies_and_saves(tmp_path):
     assert abs(certificate["perplexity_original"] - certificate["perplexity_converted"]) < 1e-3
     text = AutoTokenizer.from_pretrained(tmp_path / "out")("A river in", return_tensors="pt")
     assert load_model(tmp_path / "out")(**text).logits.shape[-1] == 4096
+
+
+def test_the_command_decompresses_what_cannot_be_measured(tmp_path):
+    run("embedded-layernorm", tmp_path / "small", "--to", "crmsnorm", "--tokens", 512)
+    small = load_model(tmp_path / "small")
+    with pytest.raises(ModelError, match="convert --to rmsnorm"):
+        find_sites(small)
+    assert run(tmp_path / "small", tmp_path / "wide")[1] is None
+    assert len(find_sites(load_model(tmp_path / "wide"))) == 13
+    ids = np.random.default_rng(0).integers(3, 4096, (4, 32))
+    models = {"original": load_model("embedded-layernorm"), "small": small}
+    result = compare(models, ids, null=4, rounds=0, progress=False)
+    assert result.frame.kl_mean[1] < 1e-10
+    assert result.frame.rmsnorms[1] == 13
+    assert (result.angles.model == "small").any()
 
 
 def test_half_precision_is_kept(tmp_path):
