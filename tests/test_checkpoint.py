@@ -210,6 +210,23 @@ def test_the_command_decompresses_what_cannot_be_measured(tmp_path):
     assert (result.angles.model == "small").any()
 
 
+def test_a_failed_certificate_exits_with_1_and_writes_nothing(tmp_path, monkeypatch):
+    from normgeo import conversion
+
+    real = conversion._replace
+
+    def wrong(model, sites, recipe):
+        real(model, sites, recipe)
+        model.get_submodule(sites[0].name).bias.zero_()
+
+    monkeypatch.setattr(conversion, "_replace", wrong)
+    result, error = run("embedded-layernorm", tmp_path / "out")
+    assert isinstance(error, ConversionError)
+    assert "not equal to its original" in str(error)
+    assert result.exit_code == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_half_precision_is_kept(tmp_path):
     zoo.tiny("gpt2").to(torch.bfloat16).save_pretrained(tmp_path / "in")
     run(tmp_path / "in", tmp_path / "out")
