@@ -112,25 +112,30 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; fix what is random")
     if not any(site.kind == "layernorm" for site in sites):
         return Gauge((), sites=sites)
-    probe, gains = _generic(exact, sites, inputs)
+    if not _made_generic(exact, inputs):  # some values must be what they are
+        exact = float64_copy(model).train(training)
+    probe, gains = _plain_norms(exact, sites)
     return _Probe(probe, sites, gains, inputs).gauge()
 
 
-def _generic(
-    probe: PreTrainedModel, sites: tuple[NormSite, ...], inputs: dict[str, Tensor]
-) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The probe with generic values, its LayerNorms with random gains and no beta; the gains by the norm's name."""
+@torch.no_grad()
+def _made_generic(probe: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
+    """Move every value of the probe a little, in place; whether it still runs."""
     generator = torch.Generator().manual_seed(0)
-    before = {name: value.clone() for name, value in probe.state_dict().items()}
-    with torch.no_grad():
-        for parameter in probe.parameters():
-            size = max(float(parameter.abs().mean()), 0.02)
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-            parameter += (0.3 if parameter.ndim == 1 else 0.03) * size * noise
-        try:
-            outputs_of(probe, inputs)
-        except ModelError:  # some values must be what they are
-            probe.load_state_dict(before)
+    for parameter in probe.parameters():
+        size = max(float(parameter.abs().mean()), 0.02)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+        parameter.add_(noise, alpha=(0.3 if parameter.ndim == 1 else 0.03) * size)
+    try:
+        outputs_of(probe, inputs)
+    except ModelError:
+        return False
+    return True
+
+
+def _plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The probe with LayerNorms that have random gains and no beta; the gains by the norm's name."""
+    generator = torch.Generator().manual_seed(2)
     gains = {}
     for site in sites:
         if site.kind == "layernorm" and site.name not in gains:
@@ -179,11 +184,10 @@ class _Probe:
     def gauge(self) -> Gauge:
         named = dict(self.model.named_parameters())
         outputs, by_site, trace = self._pass()
-        moved = self._gradient(list(by_site.values()), list(named.values()))
+        moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
         visible = self._gradients(outputs, trace, list(named.values()))
-        writers, scaled, readers = self._sorted(
-            dict(zip(named, visible, strict=True)), dict(zip(named, moved, strict=True))
-        )
+        writers, scaled, readers = self._sorted(dict(zip(named, visible, strict=True)), moving)
+        del visible  # as large as the model, in float64
         seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
@@ -232,8 +236,16 @@ class _Probe:
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
 
+    def _moving(self, named: Mapping[str, Tensor], moved: list[Tensor | None]) -> set[Shift]:
+        """Which shifts move the mean of what some LayerNorm is given."""
+        return {
+            Shift(name, axis)
+            for name, g in zip(named, moved, strict=True) if g is not None and bool(g.norm() > 0)
+            for axis, size in enumerate(g.shape) if size in self.widths and float(ratio(g, axis)) > INVISIBLE
+        }  # fmt: skip
+
     def _sorted(
-        self, visible: dict[str, Tensor | None], moved: dict[str, Tensor | None]
+        self, visible: dict[str, Tensor | None], moving: set[Shift]
     ) -> tuple[tuple[Shift, ...], dict[Shift, str], tuple[Reader, ...]]:
         """Sort the shifts of parameters that nothing sees into writers and readers."""
         writers, scaled, readers = [], {}, []
@@ -242,11 +254,10 @@ class _Probe:
         for name, gradient in visible.items():
             if gradient is None or name in own:
                 continue
-            by_mean = moved[name]
             for axis, size in enumerate(gradient.shape):
                 if size not in self.widths:
                     continue
-                moves = by_mean is not None and bool(by_mean.norm() > 0) and float(ratio(by_mean, axis)) > INVISIBLE
+                moves = Shift(name, axis) in moving
                 if _vanishes(gradient, axis):
                     if moves:
                         writers.append(Shift(name, axis))
