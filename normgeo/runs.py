@@ -16,7 +16,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -238,8 +238,12 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def check_same(then: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    for key in ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype"):
+SAME = ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
+
+
+def check_same(then: dict[str, Any], now: dict[str, Any], out: Path, keys: Sequence[str] = SAME) -> None:
+    """Refuse to go on where what a run was started with is no longer what is there."""
+    for key in keys:
         if then[key] != now[key]:
             raise RunError(
                 f"{out} was started with another {key.replace('_', ' ')}: {str(then[key])[:80]}, now "

@@ -53,7 +53,7 @@ class _Chunks:
         self._file: BinaryIO | None = None
         self._crc = self._written = 0
 
-    def add(self, start: int, raw: memoryview) -> Iterator[tuple[int, int, int]]:
+    def add(self, start: int, raw: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """Append the bytes of the tokens from `start` on; gives (row, bytes, crc32c) for each row that is complete."""
         size = self.spec.token_bytes
         stop = start + len(raw) // size
@@ -67,7 +67,7 @@ class _Chunks:
                     yield row, *self._finish(row, end)
             start = end
 
-    def _append(self, piece: memoryview | bytes) -> None:
+    def _append(self, piece: np.ndarray) -> None:
         self._crc = google_crc32c.extend(self._crc, piece)  # pyright: ignore
         self._written += len(piece)
         if self.path is None:
@@ -75,17 +75,17 @@ class _Chunks:
         if self._file is None:
             part = self.path / "scratch" / (self.spec.name.replace("/", "--") + ".chunk")
             self._file = part.open("wb", buffering=0)
-        while piece:
-            piece = piece[self._file.write(piece) :]
+        while len(piece):
+            piece = piece[self._file.write(piece.data) :]
 
     def _finish(self, row: int, end: int) -> tuple[int, int]:
         if self.path is not None:
             missing = (row + 1) * self.layout.chunk - end
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
-            self._append(np.full(values, self.spec.fill, self.spec.stored).tobytes())
+            self._append(np.full(values, self.spec.fill, self.spec.stored).view(np.uint8))
         found = self._written, self._crc
         if self._file is not None and self.path is not None:
-            self._append(self._crc.to_bytes(4, "little"))
+            self._append(np.array([self._crc], "<u4").view(np.uint8))
             os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._file.name, self.path / "hidden.zarr" / self.spec.chunk_file(row))
@@ -167,9 +167,8 @@ class StoreWriter:
         """Hand over the tokens; where a row ends inside the batch, keep the statistics as they are before it."""
         self._check()
         self._start, self._n_tokens = batch.start, batch.n_tokens
-        stop = batch.start + batch.n_tokens
-        inside = batch.start // self.layout.chunk != stop // self.layout.chunk and stop % self.layout.chunk
-        self._before = (batch.start, self._state(batch.start)) if inside and stop != self.layout.n_tokens else None
+        inside = any(self.layout.stop(row) < batch.start + batch.n_tokens for row in self._ending(batch))
+        self._before = (batch.start, self._state(batch.start)) if inside else None
         for name in ("id", "document", "position"):
             self._hand((-1, name), torch.from_numpy(np.array(getattr(batch, name if name != "id" else "ids")).ravel()))
 
@@ -186,13 +185,16 @@ class StoreWriter:
     def finish(self, batch: TokenBatch) -> None:
         """The statistics have the batch: commit the rows that it completed, once they are written."""
         stop = batch.start + batch.n_tokens
-        rows = [r for r in range(batch.start // self.layout.chunk, self.layout.rows) if self.layout.stop(r) <= stop]
-        rows = [r for r in rows if self.layout.stop(r) > batch.start and r >= self.committed]
-        if rows:
-            state = self._before or (stop, self._state(stop))
-            for row in rows:
-                self._commits.put((row, *state))
+        for row in self._ending(batch):
+            after = self.layout.stop(row) == stop
+            state = (stop, self._state(stop)) if after or self._before is None else self._before
+            self._commits.put((row, *state))
         self._check()
+
+    def _ending(self, batch: TokenBatch) -> list[int]:
+        """The rows to commit whose last token is in the batch."""
+        first, stop = max(self.committed, batch.start // self.layout.chunk), batch.start + batch.n_tokens
+        return [row for row in range(first, self.layout.rows) if batch.start < self.layout.stop(row) <= stop]
 
     def _state(self, at: int) -> bytes:
         about = {"tokens_done": str(at), "tokens_sha256": ""}
@@ -230,7 +232,7 @@ class StoreWriter:
                 return
             if event is not None:
                 event.synchronize()
-            raw = as_numpy(values).reshape(-1).view(np.uint8).data
+            raw = as_numpy(values).reshape(-1).view(np.uint8)  # bytes: what crc32c takes
             for row, n, crc in self._chunks[key].add(start, raw):
                 with self._changed:
                     self._done[row][key] = n, crc
