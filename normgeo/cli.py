@@ -166,7 +166,7 @@ def convert(
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
-register(app, bench_app, console)
+register(app, bench_app, console, lambda: _quiet())
 
 
 @bench_app.command("stream")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,8 @@ from normgeo.errors import NormGeoError, StoreError
 __all__ = ["register"]
 
 
-def register(app: typer.Typer, bench: typer.Typer, console: Console) -> None:
-    """Add `capture`, `verify` and `bench store`."""
+def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Callable[[], None]) -> None:
+    """Add `capture`, `verify` and `bench store`; `quiet` keeps other libraries from printing."""
 
     @app.command()
     def capture(
@@ -44,6 +45,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console) -> None:
         from normgeo import capture as capturing
         from normgeo.runs import RunConfig
 
+        quiet()
         where = resume or store
         if where is None or (resume is None and model is None):
             raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
@@ -87,6 +89,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console) -> None:
         """Compare the disk with the store, and the forward pass with and without capture."""
         from normgeo.store_bench import bench_store
 
+        quiet()
         frame = bench_store(model, folder, context=context, batch=batch, n_tokens=tokens, rounds=rounds)
         console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
         if out is not None:

@@ -61,7 +61,7 @@ def _rms_gain_last(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
 
 
 def _rms_gain_inside(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
-    return _affine(_rms(x.float(), eps), None if gamma is None else gamma.float(), beta).to(x.dtype)
+    return _affine(_rms(x.float(), eps), gamma, beta).to(x.dtype)
 
 
 def _rms_wide(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
@@ -106,7 +106,10 @@ class Rebuild:
 
     def __call__(self, x: Vectors, eps: float) -> Vectors:
         """The norm's output [vectors, d] for its input, on the CPU."""
-        gamma = self.gain + self.offset if self.gain is not None and self.offset else self.gain
+        gamma = self.gain
+        if gamma is not None and self.recipe == "rmsnorm-gain-inside":
+            gamma = gamma.float()  # before the offset, which half precision would round
+        gamma = gamma + self.offset if gamma is not None and self.offset else gamma
         return RECIPES[self.recipe](x, gamma, self.bias, eps).to(x.dtype)
 
 
