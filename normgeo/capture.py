@@ -24,18 +24,35 @@ from normgeo.geometry import Directions
 from normgeo.progress import progress_bar
 from normgeo.rebuild import Rebuild, find_rebuild
 from normgeo.runs import (
-    Job, RunConfig, check_same, default_out, full_disk_explained, new_record, now, prepare, restore_statistics,
-    write_results, write_whole,
+    Job,
+    RunConfig,
+    check_same,
+    default_out,
+    full_disk_explained,
+    new_record,
+    now,
+    prepare,
+    restore_statistics,
+    write_results,
+    write_whole,
 )  # fmt: skip
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.store import ChunkReader, HiddenStateStore
 from normgeo.store_layout import (
-    Layout, as_numpy, as_torch, create, durable, locked, read_json, read_log, sweep,
+    Layout,
+    as_numpy,
+    as_torch,
+    create,
+    durable,
+    locked,
+    read_json,
+    read_log,
+    sweep,
 )  # fmt: skip
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
-from normgeo.tokens import TokenBatch
+from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["CaptureConfig", "angles_from_store", "disk_rate", "resume_capture", "run_from_store", "start_capture"]
 
@@ -219,7 +236,7 @@ def _write(config: CaptureConfig, job: Job, layout: Layout, path: Path, progress
     store = HiddenStateStore(path)
     done = 0
     if store.commit_log:
-        _check_tokens(store, job)
+        _check_tokens(store, job.tokens)
         last = store.commit_log[-1]
         state = path / "state" / f"{last.row:08}.safetensors"
         if not state.is_file() or hashlib.sha256(state.read_bytes()).hexdigest() != last.state:
@@ -241,10 +258,10 @@ def _write(config: CaptureConfig, job: Job, layout: Layout, path: Path, progress
     return statistics
 
 
-def _check_tokens(store: HiddenStateStore, job: Job) -> None:
+def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
     """Refuse tokens that are not those already stored."""
     ids, done = store.tokens("id"), 0
-    for context, _ in job.tokens.contexts():
+    for context, _ in tokens.contexts():
         n = min(len(context), len(ids) - done)
         if not np.array_equal(context[:n], ids[done : done + n]):
             raise StoreError(f"{store.path} holds other tokens from token {done:,} on: another tokenizer or other data")
@@ -355,4 +372,3 @@ class _Replay:
             if self._at == commit.stop:
                 self.differs |= self._crc != commit.post[self.site.key]
                 self._crc = 0
-

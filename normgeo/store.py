@@ -40,7 +40,7 @@ class ChunkReader:
     def __init__(self, store: HiddenStateStore, spec: ArraySpec) -> None:
         self.store, self.spec, self._at, self._crc = store, spec, 0, 0
 
-    def read(self, n: int) -> Shaped[np.ndarray, "..."]:
+    def read(self, n: int) -> Shaped[np.ndarray, ...]:
         """The next `n` tokens as they are stored: [vectors, d], or [tokens].
 
         Raises:
