@@ -52,7 +52,8 @@ __all__ = [
 _HOME = {
     "Comparison": "comparison", "compare": "comparison",
     "Conversion": "conversion", "convert": "conversion", "decompress": "conversion", "find_gauge": "gauge",
-    "HiddenStateStore": "store", "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
+    "HiddenStateStore": "store",
+    "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
     "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",
     "ScalarStore": "scalars", "NormSite": "sites", "find_sites": "sites", "TokenStream": "tokens",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -32,7 +33,6 @@ from normgeo.runs import (
     new_record,
     now,
     prepare,
-    restore_statistics,
     write_results,
     write_whole,
 )  # fmt: skip
@@ -241,7 +241,8 @@ def _write(config: CaptureConfig, job: Job, layout: Layout, path: Path, progress
         state = path / "state" / f"{last.row:08}.safetensors"
         if not state.is_file() or hashlib.sha256(state.read_bytes()).hexdigest() != last.state:
             raise StoreError(f"{state} is damaged or missing; this store cannot be finished: capture into another")
-        done, _ = restore_statistics(state, statistics)
+        statistics.load_state_dict(safetensors.torch.load(state.read_bytes()))
+        done = last.resume_at
     left = (layout.rows - len(store.commit_log)) * layout.row_bytes
     if left > shutil.disk_usage(path).free:
         raise StoreError(f"the rest needs {left:,} bytes, more than the disk of {path} has free; make space and resume")
@@ -281,7 +282,9 @@ def angles_from_store(
 
     Args:
         path: the store; of an incomplete one, the committed tokens.
-        null, null_every, seed: of the null ensemble and the random directions.
+        null: number of random directions in the null ensemble.
+        null_every: the null ensemble meets one token in so many.
+        seed: of the random directions.
         sites: a pattern for `select_sites`.
         batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
         announce: told where rebuilt outputs are not those of the model to the last bit.

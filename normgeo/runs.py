@@ -330,7 +330,7 @@ def _measure(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
     path = out / "state" / f"{safe_name(job.label)}.safetensors"
-    done, chain = restore_statistics(path, statistics)
+    done, chain = _restore(path, statistics)
     if done >= job.n_tokens:
         return statistics
     writer = None
@@ -359,7 +359,7 @@ def _measure(
     return statistics
 
 
-def restore_statistics(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
+def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
     """Load the committed statistics, if any; (tokens done, hash chain of their ids)."""
     if not path.is_file():
         return 0, ""

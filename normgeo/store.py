@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -210,7 +211,7 @@ class HiddenStateStore:
                 for old, reader in zip((ids, owner, position), readers, strict=True)
             )
             starts = [*np.flatnonzero(position == 0).tolist()]
-            for start, stop in zip(starts, starts[1:], strict=False):
+            for start, stop in itertools.pairwise(starts):
                 yield ids[start:stop], owner[start:stop]
             rest = starts[-1] if starts else 0
             ids, owner, position = ids[rest:], owner[rest:], position[rest:]

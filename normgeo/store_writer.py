@@ -168,7 +168,7 @@ class StoreWriter:
         self._check()
         self._start, self._n_tokens = batch.start, batch.n_tokens
         inside = any(self.layout.stop(row) < batch.start + batch.n_tokens for row in self._ending(batch))
-        self._before = (batch.start, self._state(batch.start)) if inside else None
+        self._before = (batch.start, self._state()) if inside else None
         for name in ("id", "document", "position"):
             self._hand((-1, name), torch.from_numpy(np.array(getattr(batch, name if name != "id" else "ids")).ravel()))
 
@@ -187,7 +187,7 @@ class StoreWriter:
         stop = batch.start + batch.n_tokens
         for row in self._ending(batch):
             after = self.layout.stop(row) == stop
-            state = (stop, self._state(stop)) if after or self._before is None else self._before
+            state = (stop, self._state()) if after or self._before is None else self._before
             self._commits.put((row, *state))
         self._check()
 
@@ -196,9 +196,8 @@ class StoreWriter:
         first, stop = max(self.committed, batch.start // self.layout.chunk), batch.start + batch.n_tokens
         return [row for row in range(first, self.layout.rows) if batch.start < self.layout.stop(row) <= stop]
 
-    def _state(self, at: int) -> bytes:
-        about = {"tokens_done": str(at), "tokens_sha256": ""}
-        return safetensors.torch.save(self.statistics.state_dict(), metadata=about)
+    def _state(self) -> bytes:
+        return safetensors.torch.save(self.statistics.state_dict())  # without metadata, whose order is random
 
     def _hand(self, key: tuple[int, str], values: Tensor) -> None:
         spec = self._chunks[key].spec
