@@ -186,9 +186,9 @@ class HiddenStateStore:
         """How a site's output follows from its input."""
         group = self.root[f"sites/{site.key}"]
         about: Any = group.attrs
-        values = [as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # pyright: ignore
-                  if n in group else None for n in ("gain", "bias")]  # fmt: skip
-        return Rebuild(about["recipe"], about["offset"], *values, about["bit_equal"], about["error"])
+        stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # pyright: ignore  # noqa: E731
+        gain, bias = (stored(name) if name in group else None for name in ("gain", "bias"))  # pyright: ignore
+        return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
 
     def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
         """The standardized or the post-norm vectors of inputs of a site."""
