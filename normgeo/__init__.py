@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
     from normgeo.scalars import ScalarStore
     from normgeo.sites import NormSite, find_sites
+    from normgeo.store import HiddenStateStore
     from normgeo.tokens import TokenStream, load_tokens
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Comparison",
     "Conversion",
     "Directions",
+    "HiddenStateStore",
     "LayerNorm",
     "NormGeoError",
     "NormSite",
@@ -50,6 +52,7 @@ __all__ = [
 _HOME = {
     "Comparison": "comparison", "compare": "comparison",
     "Conversion": "conversion", "convert": "conversion", "decompress": "conversion", "find_gauge": "gauge",
+    "HiddenStateStore": "store",
     "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
     "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",

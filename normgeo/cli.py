@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
 
 if TYPE_CHECKING:
@@ -57,11 +58,22 @@ def angles(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/<model>-<date>]")] = None,
     resume: Resume = None,
+    store: Annotated[Path | None, typer.Option(help="From the hidden states in this store, without the model.")] = None,
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo import runs
 
     _quiet()
+    if store is not None:
+        from normgeo.capture import run_from_store
+
+        if model or data or tokens or context or resume:
+            raise NormGeoError("--store says which model and tokens; give only --null, --seed, --sites and --out too")
+        table, where = run_from_store(
+            store, out, null=null, null_every=null_every, seed=seed, sites=sites, announce=console.print
+        )
+        _summary(table.frame, where)
+        return
     names = (model,) if model else runs.RunConfig().models
     where = resume or out or runs.default_out(names)
     try:
@@ -154,6 +166,7 @@ def convert(
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
+register(app, bench_app, console, lambda: _quiet())
 
 
 @bench_app.command("stream")

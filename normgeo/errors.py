@@ -27,3 +27,7 @@ class ConversionError(NormGeoError):
 
 class RunError(NormGeoError):
     """A run directory that belongs to another run, is damaged, or cannot be written."""
+
+
+class StoreError(RunError):
+    """A store of hidden states that is damaged, incomplete, another's, or in use."""

@@ -16,7 +16,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -142,7 +142,7 @@ def _read(out: Path) -> dict[str, Any]:
         raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
     scratch = path.with_name(path.name + ".partial")
     try:
@@ -156,11 +156,11 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _save_record(out: Path, record: dict[str, Any]) -> None:
-    _write(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
+    write_whole(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
 
 
 @contextmanager
-def _full_disk_explained(out: Path) -> Iterator[None]:
+def full_disk_explained(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -190,23 +190,28 @@ def _execute(
     """
     tables = []
     for name in config.models:
-        job = _prepare(config, name)
+        job = prepare(config, name)
         if record["status"] == "new":  # only now is it known that the model and the data exist
-            record = _new_record(config)
-        _check_same(record["models"].setdefault(name, job.about), job.about, out)
-        with _full_disk_explained(out):
+            record = new_record(config)
+        check_same(record["models"].setdefault(name, job.about), job.about, out)
+        with full_disk_explained(out):
             (out / "state").mkdir(parents=True, exist_ok=True)
             _save_record(out, record)
             statistics = _measure(config, job, out, announce, progress)
         tables.append(AngleTable.from_statistics(statistics, job.label))
     table = AngleTable.concatenated(tables)
-    with _full_disk_explained(out):
-        table.save(out)
-        _write(out / "verdict.md", table.verdict().encode())
-        _draw(table, out / "figures")
-        record |= {"status": "complete", "finished": _now()}
+    with full_disk_explained(out):
+        write_results(table, out)
+        record |= {"status": "complete", "finished": now()}
         _save_record(out, record)
     return table
+
+
+def write_results(table: AngleTable, out: Path) -> None:
+    """Write `angles.parquet`, `sinks.parquet`, `verdict.md` and `figures/`."""
+    table.save(out)
+    write_whole(out / "verdict.md", table.verdict().encode())
+    _draw(table, out / "figures")
 
 
 def _draw(table: AngleTable, folder: Path) -> None:
@@ -217,11 +222,11 @@ def _draw(table: AngleTable, folder: Path) -> None:
         figures.save(table.plot(kind), folder / kind)
 
 
-def _new_record(config: RunConfig) -> dict[str, Any]:
+def new_record(config: RunConfig) -> dict[str, Any]:
     packages = ("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
     return {
         "status": "running",
-        "started": _now(),
+        "started": now(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
         "config": asdict(config),
@@ -229,12 +234,16 @@ def _new_record(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _check_same(then: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    for key in ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype"):
+SAME = ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
+
+
+def check_same(then: dict[str, Any], now: dict[str, Any], out: Path, keys: Sequence[str] = SAME) -> None:
+    """Refuse to go on where what a run was started with is no longer what is there."""
+    for key in keys:
         if then[key] != now[key]:
             raise RunError(
                 f"{out} was started with another {key.replace('_', ' ')}: {str(then[key])[:80]}, now "
@@ -248,7 +257,7 @@ def safe_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     label: str
     model: PreTrainedModel
     tokens: TokenStream
@@ -260,7 +269,7 @@ class _Job:
     about: dict[str, Any]
 
 
-def _prepare(config: RunConfig, name: str) -> _Job:
+def prepare(config: RunConfig, name: str) -> Job:
     device = pick_device(config.device)
     trust = config.trust_remote_code
     model = load_model(
@@ -299,7 +308,7 @@ def _prepare(config: RunConfig, name: str) -> _Job:
     at_once = config.batch * tokens.context
     block = max(1, round(BLOCK_TOKENS / at_once)) * at_once
     label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
-    return _Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
+    return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
 
 
 def _available(tokens: TokenStream) -> int:
@@ -315,7 +324,7 @@ def _available(tokens: TokenStream) -> int:
 
 
 def _measure(
-    config: RunConfig, job: _Job, out: Path, announce: Callable[[str], None], progress: bool
+    config: RunConfig, job: Job, out: Path, announce: Callable[[str], None], progress: bool
 ) -> AngleStatistics:
     statistics = new_statistics(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
@@ -344,7 +353,7 @@ def _measure(
                 if writer is not None:
                     writer.flush()
                 about = {"tokens_done": str(done), "tokens_sha256": chain}
-                _write(path, safetensors.torch.save(statistics.state_dict(), metadata=about))
+                write_whole(path, safetensors.torch.save(statistics.state_dict(), metadata=about))
                 uncommitted = 0
             advance(batch.n_tokens)
     return statistics
@@ -363,7 +372,7 @@ def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
     return int(about["tokens_done"]), about["tokens_sha256"]
 
 
-def _plan(config: RunConfig, job: _Job) -> str:
+def _plan(config: RunConfig, job: Job) -> str:
     """One line: what will be measured, and its cost."""
     disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
     return (

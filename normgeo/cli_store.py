@@ -1,0 +1,96 @@
+"""The command line of the store: arguments and printing, no logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from normgeo.errors import NormGeoError, StoreError
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Callable[[], None]) -> None:
+    """Add `capture`, `verify` and `bench store`; `quiet` keeps other libraries from printing."""
+
+    @app.command()
+    def capture(
+        model: Annotated[str | None, typer.Argument(help="Hub id, local directory, or embedded name.")] = None,
+        store: Annotated[Path | None, typer.Option(help="A new directory for the store.")] = None,
+        tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens. [default: 1,000,000, or all]")] = None,
+        phases: Annotated[str, typer.Option(help="Of pre, standardized and post.")] = "pre",
+        sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns.")] = None,
+        data: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
+        context: Annotated[int | None, typer.Option(help="Tokens the model sees together.")] = None,
+        batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+        dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
+        device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+        device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
+        null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
+        null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 16,
+        seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
+        qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
+        chunk_mib: Annotated[int, typer.Option(help="Largest chunk, in MiB.")] = 16,
+        revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+        trust_remote_code: Annotated[
+            bool, typer.Option("--trust-remote-code", help="Run the repository's code.")
+        ] = False,
+        resume: Annotated[Path | None, typer.Option(help="Finish the interrupted store in this directory.")] = None,
+    ) -> None:
+        """Keep the hidden states at every norm in a store, while the statistics run."""
+        from normgeo import capture as capturing
+        from normgeo.runs import RunConfig
+
+        quiet()
+        where = resume or store
+        if where is None or (resume is None and model is None):
+            raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
+        try:
+            if resume:
+                capturing.resume_capture(resume, announce=console.print)
+            else:
+                run = RunConfig(
+                    (str(model),), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed,
+                    sites, qk, "none", revision, trust_remote_code,
+                )  # fmt: skip
+                config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
+                capturing.start_capture(config, where, announce=console.print)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; finish it with: normgeo capture --resume {where}")
+            raise typer.Exit(130) from None
+        console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
+
+    @app.command()
+    def verify(store: Annotated[Path, typer.Argument(help="A store that `capture` wrote.")]) -> None:
+        """Read every byte of a store and name what is damaged."""
+        from normgeo.store import verify as verifying
+
+        checked, problems = verifying(store)
+        for problem in problems:
+            console.print(problem, highlight=False, markup=False, soft_wrap=True)
+        if problems:
+            raise StoreError(f"{store}: {len(problems)} files are missing or damaged")
+        console.print(f"{store}: {checked:,} chunks are what was committed")
+
+    @bench.command("store")
+    def bench_store(
+        model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
+        folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
+        context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
+        batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+        tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
+        rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+        out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
+    ) -> None:
+        """Compare the disk with the store, and the forward pass with and without capture."""
+        from normgeo.store_bench import bench_store
+
+        quiet()
+        frame = bench_store(model, folder, context=context, batch=batch, n_tokens=tokens, rounds=rounds)
+        console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
+        if out is not None:
+            frame.to_parquet(out, index=False)

@@ -1,0 +1,157 @@
+"""A norm's output from its input, to the last bit where the way its module computes it is known.
+
+Norms that are equal on paper round differently: some scale before they go back to half precision and some after, some
+store gamma and some gamma - 1. The recipes below are the ways in use; which one a module follows is found by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normgeo.sites import Kind, NormSite
+
+__all__ = ["RECIPES", "Rebuild", "find_rebuild", "same_bits", "standardized"]
+
+Vectors = Float[Tensor, "vectors d"]
+Row = Float[Tensor, " d"] | None
+
+
+def standardized(x: Vectors, kind: Kind, eps: float) -> Vectors:
+    """What a norm makes of vectors before gamma and beta, computed in float32 at least, in the vectors' own dtype."""
+    wide = _wide(x)
+    wide = wide - wide.mean(-1, keepdim=True) if kind == "layernorm" else wide
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _affine(y: Tensor, gamma: Row, beta: Row) -> Tensor:
+    y = y if gamma is None else gamma * y
+    return y if beta is None else y + beta
+
+
+def _layer_norm(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
+
+def _layer_norm_wide(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return _affine(functional.layer_norm(x.float(), x.shape[-1:], None, None, eps), gamma, beta).to(x.dtype)
+
+
+def _layer_norm_by_hand(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    wide = _wide(x)
+    wide = wide - wide.mean(-1, keepdim=True)
+    return _affine(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps), gamma, beta).to(x.dtype)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rms_gain_last(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return _affine(_rms(x.float(), eps).to(x.dtype), gamma, beta)
+
+
+def _rms_gain_inside(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return _affine(_rms(x.float(), eps), gamma, beta).to(x.dtype)
+
+
+def _rms_wide(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return _affine(_rms(_wide(x), eps), gamma, beta).to(x.dtype)
+
+
+def _rms_norm(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    return _affine(functional.rms_norm(x, x.shape[-1:], gamma, eps), None, beta)
+
+
+def _rms_scale_wide(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return _affine((x * scale).to(x.dtype), gamma, beta)
+
+
+RECIPES: dict[str, Callable[[Tensor, Row, Row, float], Tensor]] = {
+    "layernorm": _layer_norm, "layernorm-wide": _layer_norm_wide, "layernorm-by-hand": _layer_norm_by_hand,
+    "rmsnorm-gain-last": _rms_gain_last, "rmsnorm-gain-inside": _rms_gain_inside, "rmsnorm-wide": _rms_wide,
+    "rmsnorm": _rms_norm, "rmsnorm-scale-wide": _rms_scale_wide,
+}  # fmt: skip
+"""z from x, gamma, beta and eps, by the name that a store keeps."""
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """How the output of a norm follows from its input.
+
+    Attributes:
+        recipe: a name in `RECIPES`.
+        offset: gamma is the stored gain plus this (1 for the 1 + w gains of some models).
+        gain, bias: what the module stores, in its own dtype; None where it has none.
+        bit_equal: the recipe gave the module's output to the last bit where it was tried.
+        error: the largest difference there, as a share of the largest output.
+    """
+
+    recipe: str
+    offset: float
+    gain: Row
+    bias: Row
+    bit_equal: bool
+    error: float
+
+    def __call__(self, x: Vectors, eps: float) -> Vectors:
+        """The norm's output [vectors, d] for its input, on the CPU."""
+        gamma = self.gain
+        if gamma is not None and self.recipe == "rmsnorm-gain-inside":
+            gamma = gamma.float()  # before the offset, which half precision would round
+        gamma = gamma + self.offset if gamma is not None and self.offset else gamma
+        return RECIPES[self.recipe](x, gamma, self.bias, eps).to(x.dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one dtype and shape and equal to the last bit, NaNs included."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@torch.no_grad()
+def find_rebuild(module: nn.Module, site: NormSite, pre: Vectors, post: Vectors) -> Rebuild:
+    """The recipe that gives a module's outputs, to the last bit or, where none does, most nearly.
+
+    Args:
+        module: the norm.
+        site: its site.
+        pre: some of its inputs, on the CPU.
+        post: its outputs for them.
+    """
+    gain, bias = (_row(getattr(module, name, None), site.d) for name in ("weight", "bias"))
+    best: Rebuild | None = None
+    for offset in (0.0, 1.0) if gain is not None else (0.0,):
+        for recipe in (name for name in RECIPES if name.startswith(site.kind)):
+            tried = _tried(Rebuild(recipe, offset, gain, bias, False, float("inf")), site.eps, pre, post)
+            if tried.bit_equal:
+                return tried
+            best = tried if best is None or tried.error < best.error else best
+    assert best is not None
+    return best
+
+
+def _tried(rebuild: Rebuild, eps: float, pre: Tensor, post: Tensor) -> Rebuild:
+    try:
+        found = rebuild(pre, eps)
+    except RuntimeError:  # gains of another dtype than a fused norm takes
+        return rebuild
+    good = torch.isfinite(post)
+    largest = post[good].double().abs().max().item() if bool(good.any()) else 1.0
+    error = (found.double() - post.double())[good].abs().max().item() / (largest or 1.0) if bool(good.any()) else 0.0
+    return Rebuild(rebuild.recipe, rebuild.offset, rebuild.gain, rebuild.bias, same_bits(found, post), error)
+
+
+def _row(value: object, d: int) -> Row:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) and value.shape == (d,) else None

@@ -1,0 +1,357 @@
+"""How a store of hidden states lies on disk, and its commit log.
+
+store.json          what was captured from what: configuration, model and data by hash, versions, layout
+manifest.json       sha256 of every file of `hidden.zarr` that is no chunk of hidden states
+hidden.zarr/        zarr v3, opened by zarr, xarray and dask alike
+    tokens/id, tokens/document, tokens/position             [token], int64
+    sites/<key>/pre, .../standardized, .../post             [vector, channel], the model's dtype
+    sites/<key>/gain, .../bias                              [channel], what the norm stores
+commits/<row>.json  one record for every complete row of chunks: its tokens, and size and checksum of every chunk
+state/              the statistics as of the last commit
+scratch/, lock      what is being written, and who writes
+
+Every array is cut along its tokens into rows of chunks, each a plain file of numbers and their crc32c, and a row counts
+once its record is there. bfloat16, which zarr does not know, lies as uint16 with an attribute that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from torch import Tensor
+from zarr.codecs import Crc32cCodec
+
+from normgeo.errors import StoreError
+from normgeo.rebuild import Rebuild
+from normgeo.sites import NormSite
+
+__all__ = [
+    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "create", "durable", "identity", "locked", "read_json",
+    "read_log", "write_commit",
+]  # fmt: skip
+
+CHUNK_BYTES = 16 << 20
+TRAILER = 4  # bytes of a chunk's crc32c
+TOKENS = ("id", "document", "position")
+STORED_AS = {"bfloat16": "uint16"}
+FILL = {"bfloat16": 0x7FC0, "int64": -1}  # NaN for all others
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store.
+
+    Attributes:
+        name: its path in `hidden.zarr`.
+        dtype: of the values, as torch names it.
+        width: numbers a vector; 0 for one number a token.
+        heads: vectors a token.
+        site: index of the site, -1 for tokens.
+        phase: pre, standardized or post; id, document or position.
+    """
+
+    name: str
+    dtype: str
+    width: int
+    heads: int
+    site: int
+    phase: str
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype on disk, little-endian."""
+        return np.dtype(STORED_AS.get(self.dtype, self.dtype)).newbyteorder("<")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes a token."""
+        return self.heads * max(1, self.width) * self.stored.itemsize
+
+    @property
+    def fill(self) -> float | int:
+        """What stands behind the last token of the last chunk."""
+        return FILL.get(self.dtype, float("nan"))
+
+    def chunk_file(self, row: int) -> str:
+        """Name of a chunk's file below `hidden.zarr`."""
+        return f"{self.name}/c.{row}.0" if self.width else f"{self.name}/c.{row}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of a store and how they are cut: every chunk holds `chunk` tokens, a power of two."""
+
+    n_tokens: int
+    chunk: int
+    arrays: tuple[ArraySpec, ...]
+
+    @classmethod
+    def of(
+        cls, sites: Sequence[NormSite], dtypes: Sequence[str], phases: Sequence[str], n_tokens: int,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Layout:  # fmt: skip
+        """The layout of these phases of these sites, whose hidden states are of these dtypes."""
+        arrays = [ArraySpec(f"tokens/{name}", "int64", 0, 1, -1, name) for name in TOKENS]
+        for i, (site, dtype) in enumerate(zip(sites, dtypes, strict=True)):
+            arrays += [ArraySpec(f"sites/{site.key}/{p}", dtype, site.d, site.heads, i, p) for p in phases]
+        at_most = max(1, chunk_bytes // max(spec.token_bytes for spec in arrays))
+        chunk = min(1 << (at_most.bit_length() - 1), 1 << (n_tokens - 1).bit_length())
+        return cls(n_tokens, chunk, tuple(arrays))
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Layout:
+        """What `asdict` made a record of."""
+        return cls(record["n_tokens"], record["chunk"], tuple(ArraySpec(**spec) for spec in record["arrays"]))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of chunks."""
+        return -(-self.n_tokens // self.chunk)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, checksums included."""
+        return self.row_bytes * self.rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of chunks."""
+        return sum(self.chunk * spec.token_bytes + TRAILER for spec in self.arrays)
+
+    def stop(self, row: int) -> int:
+        """The token after the last of a row."""
+        return min(self.n_tokens, (row + 1) * self.chunk)
+
+
+def as_numpy(x: Tensor) -> np.ndarray:
+    """A CPU tensor in the dtype it is stored in, without a copy."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def as_torch(x: np.ndarray, dtype: str) -> Tensor:
+    """Stored numbers as the tensor they are, without a copy."""
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
+
+
+# --- files that are there whole or not at all ------------------------------------------------------------------------
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def durable(path: Path, content: bytes, scratch: Path, *, new: bool = False) -> None:
+    """Write a file so that it is there whole, after a kill and after a power cut, or as it was before.
+
+    Raises:
+        StoreError: `new`, and the file is already there.
+        OSError: the disk is full.
+    """
+    part = scratch / f"{path.name}.part"
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            os.link(part, path)
+        else:
+            os.replace(part, path)
+    except FileExistsError as error:
+        raise StoreError(f"{path} is already there: another process writes this store") from error
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep all others from writing a store.
+
+    Raises:
+        StoreError: another process writes it.
+    """
+    with (path / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(f"another process writes {path}; wait for it to end, or give another --store") from error
+        yield
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} is missing") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error})") from error
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def identity(content: Any) -> str:
+    """sha256 of anything that JSON can hold."""
+    return hashlib.sha256(_canonical(content)).hexdigest()
+
+
+# --- the commit log --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One row of chunks that is complete.
+
+    Attributes:
+        store: identity of the store it belongs to.
+        row: which row.
+        start, stop: its tokens.
+        chunks: size in bytes and crc32c of every chunk's numbers, by array.
+        post: crc32c of what came out of each norm, by site, where that is not stored.
+        resume_at: where the stream continues after it: the beginning of a batch.
+        state: sha256 of the statistics up to there.
+    """
+
+    store: str
+    row: int
+    start: int
+    stop: int
+    chunks: dict[str, tuple[int, int]]
+    post: dict[str, int]
+    resume_at: int
+    state: str
+
+
+def commit_file(path: Path, row: int) -> Path:
+    """The record of a row."""
+    return path / "commits" / f"{row:08}.json"
+
+
+def write_commit(path: Path, commit: Commit) -> None:
+    """Add a record to the log.
+
+    Raises:
+        StoreError: the row is committed already.
+    """
+    content = asdict(commit)
+    content["sha256"] = identity(content)
+    durable(commit_file(path, commit.row), _canonical(content) + b"\n", path / "scratch", new=True)
+
+
+def read_commit(path: Path, row: int, store: str) -> Commit:
+    """The record of a row.
+
+    Raises:
+        StoreError: it is missing, damaged, or of another store.
+    """
+    file = commit_file(path, row)
+    content = read_json(file)
+    if content.pop("sha256", None) != identity(content):
+        raise StoreError(f"{file} is damaged: its checksum is wrong")
+    if content["store"] != store or content["row"] != row:
+        raise StoreError(f"{file} belongs to another store, or to another row of it")
+    content["chunks"] = {name: tuple(pair) for name, pair in content["chunks"].items()}
+    return Commit(**content)
+
+
+def read_log(path: Path, store: str) -> list[Commit]:
+    """The records from the first row on, up to the first that is not there.
+
+    Raises:
+        StoreError: a record is damaged, or of another store.
+    """
+    log: list[Commit] = []
+    while commit_file(path, len(log)).exists():
+        log.append(read_commit(path, len(log), store))
+    return log
+
+
+# --- making the arrays -----------------------------------------------------------------------------------------------
+
+
+def create(
+    path: Path, layout: Layout, sites: Sequence[NormSite], rebuilds: Sequence[Rebuild], classes: Sequence[str],
+    provenance: dict[str, Any],
+) -> None:  # fmt: skip
+    """Make `hidden.zarr` without any chunk, and the manifest of it."""
+    scratch = path / "scratch" / "hidden.zarr"
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(path / "hidden.zarr", ignore_errors=True)
+    root = zarr.create_group(scratch, attributes=provenance)
+    for spec in layout.arrays:
+        shape = (layout.n_tokens * spec.heads, spec.width) if spec.width else (layout.n_tokens,)
+        chunks = (layout.chunk * spec.heads, spec.width) if spec.width else (layout.chunk,)
+        names = ("vector", "channel") if spec.width else ("token",)
+        _array(root, spec.name, spec.dtype, shape, chunks, names)
+    for site, rebuild, kind in zip(sites, rebuilds, classes, strict=True):
+        group = root.require_group(f"sites/{site.key}")
+        group.attrs.update(
+            asdict(site) | {
+                "class": kind, "recipe": rebuild.recipe, "gamma": f"gain + {rebuild.offset:g}", "beta": "bias",
+                "offset": rebuild.offset, "bit_equal": rebuild.bit_equal, "error": rebuild.error,
+            }
+        )  # fmt: skip
+        for name, values in (("gain", rebuild.gain), ("bias", rebuild.bias)):
+            if values is not None:
+                dtype = str(values.dtype).removeprefix("torch.")
+                array = _array(root, f"sites/{site.key}/{name}", dtype, (site.d,), (site.d,), ("channel",))
+                array[:] = as_numpy(values)
+    files = sorted(file for file in scratch.rglob("*") if file.is_file())
+    sums = {str(file.relative_to(scratch)): _synced_sha256(file) for file in files}
+    for folder in {file.parent for file in files}:
+        sync_folder(folder)
+    durable(path / "manifest.json", _canonical(sums) + b"\n", path / "scratch")
+    os.replace(scratch, path / "hidden.zarr")
+    sync_folder(path)
+
+
+def _array(
+    root: zarr.Group, name: str, dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], axes: tuple[str, ...]
+) -> zarr.Array:
+    about = {"bfloat16": "view as bfloat16"} if dtype == "bfloat16" else {}
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        return root.create_array(
+            name, shape=shape, chunks=chunks, dtype=STORED_AS.get(dtype, dtype), compressors=[Crc32cCodec()],
+            fill_value=FILL.get(dtype, float("nan")), dimension_names=axes,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            attributes={"dtype": dtype, **about},
+        )  # fmt: skip
+
+
+def _synced_sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+        return hashlib.sha256(content.read()).hexdigest()
+
+
+def sweep(path: Path) -> None:
+    """Remove what a killed writer left unfinished."""
+    shutil.rmtree(path / "scratch", ignore_errors=True)
+    for folder in ("scratch", "commits", "state"):
+        with contextlib.suppress(FileExistsError):
+            (path / folder).mkdir()

@@ -1,0 +1,290 @@
+"""A sink that writes hidden states while the model computes, and commits each row of chunks once it is safe.
+
+The forward pass hands over copies; threads append them to chunk files, checksum and sync those, and write the row's
+record. What waits to be written is bounded: the forward pass waits where the disk is slower. Writing and checksums are
+done outside the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import google_crc32c
+import numpy as np
+import safetensors.torch
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from normgeo.errors import StoreError
+from normgeo.rebuild import standardized
+from normgeo.sites import NormSite
+from normgeo.statistics import AngleStatistics
+from normgeo.store_layout import (
+    ArraySpec,
+    Commit,
+    Layout,
+    as_numpy,
+    durable,
+    read_log,
+    sync_folder,
+    write_commit,
+)
+from normgeo.tokens import TokenBatch
+
+__all__ = ["StoreWriter"]
+
+WAITING_BYTES = 512 << 20
+THREADS = 2
+
+
+class _Chunks:
+    """The chunk files of one array, one after the other; without a folder, only their checksums."""
+
+    def __init__(self, spec: ArraySpec, layout: Layout, path: Path | None, first_row: int) -> None:
+        self.spec, self.layout, self.path, self.first_row = spec, layout, path, first_row
+        self._file: BinaryIO | None = None
+        self._crc = self._written = 0
+
+    def add(self, start: int, raw: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """Append the bytes of the tokens from `start` on; gives (row, bytes, crc32c) for each row that is complete."""
+        size = self.spec.token_bytes
+        stop = start + len(raw) // size
+        while start < stop:
+            row = start // self.layout.chunk
+            end = min(stop, self.layout.stop(row))
+            piece, raw = raw[: (end - start) * size], raw[(end - start) * size :]
+            if row >= self.first_row:
+                self._append(piece)
+                if end == self.layout.stop(row):
+                    yield row, *self._finish(row, end)
+            start = end
+
+    def _append(self, piece: np.ndarray) -> None:
+        self._crc = google_crc32c.extend(self._crc, piece)  # pyright: ignore
+        self._written += len(piece)
+        if self.path is None:
+            return
+        if self._file is None:
+            part = self.path / "scratch" / (self.spec.name.replace("/", "--") + ".chunk")
+            self._file = part.open("wb", buffering=0)
+        while len(piece):
+            piece = piece[self._file.write(piece.data) :]
+
+    def _finish(self, row: int, end: int) -> tuple[int, int]:
+        if self.path is not None:
+            missing = (row + 1) * self.layout.chunk - end
+            values = missing * self.spec.token_bytes // self.spec.stored.itemsize
+            self._append(np.full(values, self.spec.fill, self.spec.stored).view(np.uint8))
+        found = self._written, self._crc
+        if self._file is not None and self.path is not None:
+            self._append(np.array([self._crc], "<u4").view(np.uint8))
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._file.name, self.path / "hidden.zarr" / self.spec.chunk_file(row))
+        self._file, self._crc, self._written = None, 0, 0
+        return found
+
+    def close(self) -> None:
+        """Leave an unfinished chunk."""
+        if self._file is not None:
+            self._file.close()
+            Path(self._file.name).unlink(missing_ok=True)
+            self._file = None
+
+
+class _Budget:
+    """Bytes that wait to be written; `take` blocks while there are too many."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.open = limit, 0, True
+        self._changed = threading.Condition()
+
+    def take(self, n: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.open or not self.used or self.used + n <= self.limit)
+            self.used += n
+
+    def give(self, n: int) -> None:
+        with self._changed:
+            self.used -= n
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self.open = False
+            self._changed.notify_all()
+
+
+class StoreWriter:
+    """A sink that writes a store; give it to the stream before the statistics, and call `finish` after each batch.
+
+    Args:
+        path: the store.
+        store: its identity.
+        layout: its arrays.
+        sites: the sites, in the order of the stream's indices.
+        statistics: their state is committed with every row.
+        waiting_bytes: at most so many bytes wait to be written.
+        threads: that write.
+    """
+
+    def __init__(
+        self, path: Path, store: str, layout: Layout, sites: Sequence[NormSite], statistics: AngleStatistics, *,
+        waiting_bytes: int = WAITING_BYTES, threads: int = THREADS,
+    ) -> None:  # fmt: skip
+        self.path, self.store, self.layout, self.sites = path, store, layout, list(sites)
+        self.statistics, self.committed = statistics, len(read_log(path, store))
+        make = lambda spec, where: _Chunks(spec, layout, where, self.committed)  # noqa: E731
+        self._chunks = {(spec.site, spec.phase): make(spec, path) for spec in layout.arrays}
+        self._only_checked: set[tuple[int, str]] = set()
+        for site, phase in [key for key in self._chunks if key[1] == "pre"]:
+            if (site, "post") not in self._chunks:
+                self._chunks[site, "post"] = make(self._chunks[site, phase].spec, None)
+                self._only_checked.add((site, "post"))
+        self._place = {key: i for i, key in enumerate(self._chunks)}
+        self._done: dict[int, dict[tuple[int, str], tuple[int, int]]] = defaultdict(dict)
+        self._changed, self._failure = threading.Condition(), None
+        self._budget = _Budget(waiting_bytes)
+        self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads)]
+        self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]
+        self._threads += [threading.Thread(target=self._guarded, args=(self._commits, self._commit))]
+        self._before: tuple[int, bytes] | None = None
+        for thread in self._threads:
+            thread.start()
+
+    # --- the stream's side -------------------------------------------------------------------------------------------
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Hand over the tokens; where a row ends inside the batch, keep the statistics as they are before it."""
+        self._check()
+        self._start, self._n_tokens = batch.start, batch.n_tokens
+        inside = any(self.layout.stop(row) < batch.start + batch.n_tokens for row in self._ending(batch))
+        self._before = (batch.start, self._state()) if inside else None
+        for name in ("id", "document", "position"):
+            self._hand((-1, name), torch.from_numpy(np.array(getattr(batch, name if name != "id" else "ids")).ravel()))
+
+    def take(self, site: int, phase: Literal["pre", "post"], hidden: Float[Tensor, "vectors d"]) -> None:
+        """Hand over a copy of the vectors; waits where too much waits already."""
+        if phase == "pre" and (site, "standardized") in self._chunks:
+            self._hand((site, "standardized"), standardized(hidden, self.sites[site].kind, self.sites[site].eps))
+        if (site, phase) in self._chunks:
+            self._hand((site, phase), hidden)
+
+    def end(self) -> None:
+        """Nothing waits for the batch to end."""
+
+    def finish(self, batch: TokenBatch) -> None:
+        """The statistics have the batch: commit the rows that it completed, once they are written."""
+        stop = batch.start + batch.n_tokens
+        for row in self._ending(batch):
+            after = self.layout.stop(row) == stop
+            state = (stop, self._state()) if after or self._before is None else self._before
+            self._commits.put((row, *state))
+        self._check()
+
+    def _ending(self, batch: TokenBatch) -> list[int]:
+        """The rows to commit whose last token is in the batch."""
+        first, stop = max(self.committed, batch.start // self.layout.chunk), batch.start + batch.n_tokens
+        return [row for row in range(first, self.layout.rows) if batch.start < self.layout.stop(row) <= stop]
+
+    def _state(self) -> bytes:
+        return safetensors.torch.save(self.statistics.state_dict())  # without metadata, whose order is random
+
+    def _hand(self, key: tuple[int, str], values: Tensor) -> None:
+        spec = self._chunks[key].spec
+        if str(values.dtype) != f"torch.{spec.dtype}" or values.nbytes != self._n_tokens * spec.token_bytes:
+            raise StoreError(
+                f"{spec.name} should be {self._n_tokens} tokens of {spec.heads} x {spec.width} {spec.dtype}, and is "
+                f"{tuple(values.shape)} {values.dtype}"
+            )
+        self._check()
+        self._budget.take(values.nbytes)
+        on_gpu = values.device.type == "cuda"
+        kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        kept.copy_(values, non_blocking=on_gpu)
+        event = torch.cuda.Event() if on_gpu else None
+        if event is not None:
+            event.record(torch.cuda.current_stream(values.device))
+        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, kept, event))
+
+    # --- the threads -------------------------------------------------------------------------------------------------
+
+    def _guarded(self, jobs: queue.SimpleQueue[Any], do: Callable[..., None]) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                do(*job)
+            except BaseException as error:
+                self._fail(error)
+
+    def _write(self, key: tuple[int, str], start: int, values: Tensor, event: torch.cuda.Event | None) -> None:
+        try:
+            if self._failure is not None:
+                return
+            if event is not None:
+                event.synchronize()
+            raw = as_numpy(values).reshape(-1).view(np.uint8)  # bytes: what crc32c takes
+            for row, n, crc in self._chunks[key].add(start, raw):
+                with self._changed:
+                    self._done[row][key] = n, crc
+                    self._changed.notify_all()
+        finally:
+            self._budget.give(values.nbytes)
+
+    def _commit(self, row: int, resume_at: int, state: bytes) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or len(self._done[row]) == len(self._chunks))
+            if self._failure is not None:
+                return
+            done = self._done.pop(row)
+        for spec in self.layout.arrays:
+            sync_folder(self.path / "hidden.zarr" / spec.name)
+        durable(self.path / "state" / f"{row:08}.safetensors", state, self.path / "scratch")
+        named = {key: self._chunks[key].spec.name for key in done}
+        commit = Commit(
+            self.store, row, row * self.layout.chunk, self.layout.stop(row),
+            {named[key]: done[key] for key in sorted(done) if key not in self._only_checked},
+            {self.sites[site].key: done[site, p][1] for site, p in sorted(self._only_checked)},
+            resume_at, hashlib.sha256(state).hexdigest(),
+        )  # fmt: skip
+        write_commit(self.path, commit)
+        for old in (self.path / "state").iterdir():
+            if old.name < f"{row:08}":
+                old.unlink()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        self._budget.stop()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Wait until all is written; after an error leave what is not."""
+        if error is not None:
+            self._fail(error)
+        for jobs in self._jobs:
+            jobs.put(None)
+        self._commits.put(None)
+        for thread in self._threads:
+            thread.join()
+        for chunks in self._chunks.values():
+            chunks.close()
+        if error is None:
+            self._check()
