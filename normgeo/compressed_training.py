@@ -1,9 +1,9 @@
 r"""Pre-CRMSNorm models that train like their Pre-LN originals (*Pre-RMSNorm* section 3.4.2).
 
 A stream of d numbers x stands for the zero-mean vector (x, -sum x) of R^(d+1). Each writer keeps the parameter V of the
-Pre-LN model of width d + 1 and acts with the first d rows of center(V); CRMSNorm gives its readers all d + 1 numbers,
-with the Pre-LN model's gamma and beta. The loss is the same function of the same parameters, so that every optimizer
-takes the same steps. Dropout needs no recentering, for what is dropped stands for a zero-mean vector too; its masks are
+Pre-LN model of width d + 1 and acts with the first d rows of center(V); each reader keeps its parameter too and acts
+with gamma and beta folded into it, on d numbers. The loss is the same function of the same parameters, so that every
+optimizer takes the same steps, and nothing that depends on the batch is wider than d. Dropout needs no recentering, for what is dropped stands for a zero-mean vector too; its masks are
 then another model's.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from normgeo.converted import SIZES, put, reshape
+from normgeo.converted import SIZES, reshape
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
 from normgeo.gauge import find_gauge
 from normgeo.norms import CRMSNorm
-from normgeo.sites import NormSite
 from normgeo.trainable import Centered
 
-__all__ = ["Compressed", "compressed", "widened"]
+__all__ = ["Compressed", "Reader", "UnscaledCRMSNorm", "compressed", "widened"]
 
 
 class Compressed(Centered):
@@ -37,17 +37,51 @@ class Compressed(Centered):
         return super().forward(v).narrow(self.axis, 0, v.shape[self.axis] - 1)
 
 
+class UnscaledCRMSNorm(CRMSNorm):
+    """CRMSNorm that keeps gamma and beta, d + 1 wide, for its reader and gives y alone, d wide."""
+
+    def __init__(self, d: int, eps: float, **options: Any) -> None:
+        super().__init__(d, eps, expand=True, **options)
+        self.expand = False
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """y [..., d], in the dtype of x; half precision is computed in float32."""
+        return self.standardized(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x).to(x.dtype)
+
+
+class Reader(nn.Module):
+    r"""A linear layer A, b of d + 1 inputs, on the d numbers y of a norm with gamma and beta (*Pre-RMSNorm* eq. 6).
+
+    With B = A diag(gamma), B (y, -sum y) + A beta + b = (B_1..d - B_d+1 1^T) y + (A beta + b).
+    """
+
+    def __init__(self, inner: nn.Module, norm: UnscaledCRMSNorm) -> None:
+        super().__init__()
+        self.inner = inner
+        self._norm = (norm,)  # in a tuple: its parameters stay its own
+
+    def forward(self, y: Tensor) -> Tensor:
+        """What the layer would give for gamma * (y, -sum y) + beta."""
+        weight: Any = self.inner.weight
+        weight = weight.T if isinstance(self.inner, Conv1D) else weight  # [out, in]
+        gamma, beta = self._norm[0].weight, self._norm[0].bias
+        scaled, bias = weight * gamma, getattr(self.inner, "bias", None)
+        if beta is not None:
+            bias = weight @ beta if bias is None else weight @ beta + bias
+        return functional.linear(y, scaled[:, :-1] - scaled[:, -1:], bias)
+
+
 def compressed(model: PreTrainedModel) -> PreTrainedModel:
-    """The Pre-CRMSNorm training form of a Pre-LN model of width d + 1: a copy with streams of width d.
+    """The Pre-CRMSNorm training form of a GPT-2 of width d + 1: a copy with streams of width d, readers too.
 
     Raises:
-        ConversionError: a norm cannot become CRMSNorm: its stream carries a mean that no plain parameter writes, or
-            something else reads it, or its gain is not a plain gamma.
+        ConversionError: it is no GPT-2 with a language model's head, or has other norms than LayerNorms.
     """
     gauge = find_gauge(model, example_inputs(model))
-    if gauge.scaled or gauge.tables or gauge.raw or not gauge.layernorms:
+    plain = all(isinstance(model.get_submodule(s.name), nn.LayerNorm) for s in gauge.layernorms)
+    if not (isinstance(model, GPT2LMHeadModel) and gauge.layernorms and plain) or gauge.raw:
         raise ConversionError(f"{type(model).__name__} has no Pre-CRMSNorm training form; train it as pre-rmsnorm")
-    result = copy.deepcopy(model)
+    result: Any = copy.deepcopy(model)
     for shift in gauge.writers:
         owner, _, last = shift.parameter.rpartition(".")
         module = result.get_submodule(owner)
@@ -56,18 +90,20 @@ def compressed(model: PreTrainedModel) -> PreTrainedModel:
         for attribute, axis in SIZES.items():  # the sizes that the module has noted of its weight
             if last == "weight" and axis == shift.axis and getattr(module, attribute, None) == width:
                 setattr(module, attribute, width - 1)
-    for site in gauge.layernorms:
-        put(result, site.name, _norm(result.get_submodule(site.name), site))
+    for block in result.transformer.h:
+        block.ln_1 = _unscaled(block.ln_1)
+        block.ln_2 = _unscaled(block.ln_2)
+        block.attn.c_attn = Reader(block.attn.c_attn, block.ln_1)
+        block.mlp.c_fc = Reader(block.mlp.c_fc, block.ln_2)
+    result.transformer.ln_f = _unscaled(result.transformer.ln_f)
+    result.lm_head = Reader(result.lm_head, result.transformer.ln_f)
     return result
 
 
-def _norm(old: Any, site: NormSite) -> CRMSNorm:
-    if not isinstance(old, nn.LayerNorm) or old.weight is None:
-        raise ConversionError(f"{site.key} is no plain LayerNorm with a gamma; train the model as pre-rmsnorm")
-    has_bias = old.bias is not None
-    new = CRMSNorm(site.d - 1, old.eps, expand=True, bias=has_bias, dtype=old.weight.dtype, device=old.weight.device)
-    new.weight = old.weight
-    new.bias = old.bias
+def _unscaled(old: nn.LayerNorm) -> UnscaledCRMSNorm:
+    d, weight = old.normalized_shape[0], old.weight
+    new = UnscaledCRMSNorm(d - 1, old.eps, bias=old.bias is not None, dtype=weight.dtype, device=weight.device)
+    new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
 
 
@@ -77,29 +113,29 @@ def widened(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
 
     The new row or column of each parameter is drawn as the others were; the rest stays what it is.
     """
-    d, std = model.config.n_embd, model.config.initializer_range
-    names = [name for name, _ in model.named_parameters()]  # a tied head once
-    for name in names:
-        old = model.get_parameter(name)
-        module = model.get_submodule(name.rpartition(".")[0])
-        for axis in _stream_axes(name, module):
-            size = [n if i != axis else 1 for i, n in enumerate(old.shape)]
-            fill = {"weight": 1.0, "bias": 0.0}[name.rpartition(".")[2]]
-            scale = std / (2 * model.config.n_layer) ** 0.5 if name.endswith("c_proj.weight") else std
-            new = torch.full(size, fill) if old.ndim == 1 else torch.randn(size) * scale
-            reshape(model, name, torch.cat([old, new.to(old)], axis))
+    std = model.config.initializer_range
+    for name in [name for name, _ in model.named_parameters()]:  # a tied head once
+        old, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
+        module = model.get_submodule(owner)
         if isinstance(module, nn.LayerNorm):
-            module.normalized_shape = (d + 1,)
+            fill = torch.tensor([1.0 if last == "weight" else 0.0]).to(old)
+            setattr(module, last, nn.Parameter(torch.cat([old, fill])))
+            module.normalized_shape = (len(old) + 1,)
+        elif (axis := _stream_axis(name, module)) is not None:
+            size = [1 if i == axis else n for i, n in enumerate(old.shape)]
+            scale = std / (2 * model.config.n_layer) ** 0.5 if last == "weight" and ".c_proj." in name else std
+            new = torch.zeros(size) if last == "bias" else torch.randn(size) * scale
+            reshape(model, name, torch.cat([old, new.to(old)], axis))
     model.lm_head.weight = model.transformer.wte.weight
-    model.lm_head.in_features = d + 1
+    model.lm_head.in_features = model.lm_head.weight.shape[1]
     return model
 
 
-def _stream_axes(name: str, module: nn.Module) -> list[int]:
+def _stream_axis(name: str, module: nn.Module) -> int | None:
     """Along which axis of a GPT-2 parameter the stream lies, if any."""
-    is_bias, writes = name.endswith(".bias"), ".c_proj." in name
-    if isinstance(module, nn.LayerNorm):
-        return [0]
-    if isinstance(module, Conv1D):  # weights are [in, out]
-        return [] if is_bias and not writes else [0] if is_bias else [1] if writes else [0]
-    return [1]  # the embeddings
+    if not isinstance(module, Conv1D):
+        return 1  # the embeddings
+    writes = ".c_proj." in name
+    if name.endswith(".bias"):
+        return 0 if writes else None
+    return 1 if writes else 0  # weights are [in, out]

@@ -74,7 +74,7 @@ def build_twin(norm: str, recipe: Recipe, vocabulary: int, end: int | None = Non
 
 def plain_name(name: str) -> str:
     """A parameter's name in the Pre-LN model of which a training form has it parametrized."""
-    return name.replace("parametrizations.", "").replace(".original", "")
+    return name.replace("parametrizations.", "").replace(".original", "").replace(".inner.", ".")
 
 
 @torch.no_grad()
