@@ -55,16 +55,32 @@ def angles(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Measure every checkpoint below this directory, by training step.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/<model>-<date>]")] = None,
     resume: Resume = None,
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo import runs
+    from normgeo.cli_train import angles_by_step
 
     quiet()
-    names = (model,) if model else runs.RunConfig().models
-    where = resume or out or runs.default_out(names)
+    if model and checkpoints:
+        raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
+    names = (model,) if model else () if checkpoints else runs.RunConfig().models
+    where = resume or out or (None if checkpoints else runs.default_out(names))
     try:
+        if resume and angles_by_step(resume):
+            return
+        if checkpoints and not resume:
+            config = runs.RunConfig(
+                (), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed, sites, qk, keep,
+                revision, trust_remote_code,
+            )  # fmt: skip
+            angles_by_step(where, checkpoints, config)
+            return
+        assert where is not None
         if resume:
             table = runs.resume_run(resume, announce=console.print)
         else:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
+from rich.table import Table
 
 from normgeo.cli import app, console, quiet
 
-__all__ = ["train"]
+if TYPE_CHECKING:
+    from normgeo.runs import RunConfig
+
+__all__ = ["angles_by_step", "train"]
 
 
 @app.command()
@@ -74,3 +79,29 @@ def train(
         raise typer.Exit(130) from None
     for kind, path in done.items():
         console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")
+
+
+def angles_by_step(out: Path | None, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:
+    """`normgeo angles --checkpoints` or its resumption; whether `out` is of this kind."""
+    from normgeo import checkpoint_angles
+
+    if checkpoints is None or config is None:
+        assert out is not None
+        where, frame = out, checkpoint_angles.resume_checkpoints(out, announce=console.print)
+    else:
+        where = out or checkpoint_angles.default_out(checkpoints)
+        frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=console.print)
+    if frame is None:
+        return False
+    table = Table("model", "step", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
+    for (model, step), part in frame[frame.direction == "uniform"].groupby(["model", "step"], sort=False):
+        pre, post = part[part.phase == "pre"], part[part.phase == "post"]
+        table.add_row(
+            str(model), f"{step:,}", f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
+            f"{post.mean_deg.mean():.2f} ± {post.std_deg.mean():.2f}°", f"{100 * pre.energy_share.mean():.3f}%",
+            f"{pre.null_percentile.median():.0f}",
+        )  # fmt: skip
+    console.print("Angles to the uniform vector by training step (mean over norms of mean ± deviation over tokens)")
+    console.print(table)
+    console.print(f"{where}: angles.parquet, figures/, run.json")
+    return True

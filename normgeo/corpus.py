@@ -8,7 +8,6 @@ that a run that is killed goes on with the context it would have had.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np

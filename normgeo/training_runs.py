@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
