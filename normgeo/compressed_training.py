@@ -3,8 +3,8 @@ r"""Pre-CRMSNorm models that train like their Pre-LN originals (*Pre-RMSNorm* se
 A stream of d numbers x stands for the zero-mean vector (x, -sum x) of R^(d+1). Each writer keeps the parameter V of the
 Pre-LN model of width d + 1 and acts with the first d rows of center(V); each reader keeps its parameter too and acts
 with gamma and beta folded into it, on d numbers. The loss is the same function of the same parameters, so that every
-optimizer takes the same steps, and nothing that depends on the batch is wider than d. Dropout needs no recentering: what
-it leaves stands for a zero-mean vector too. Its masks are then not those of the Pre-LN model.
+optimizer takes the same steps, and no activation of a stream is wider than d. Dropout needs no recentering: what it
+leaves stands for a zero-mean vector too. Its masks are then not those of the Pre-LN model.
 """
 
 from __future__ import annotations

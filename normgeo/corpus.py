@@ -8,7 +8,7 @@ that a run that is killed goes on with the context it would have had.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ HUB = {"openwebtext": ("Skylion007/openwebtext",), "wikipedia": ("wikimedia/wiki
 """What is streamed from the hub: OpenWebText as in *Geometry* appendix A.2, and Wikipedia."""
 
 
+@runtime_checkable
 class Corpus(Protocol):
     """Contexts without end.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.figure
 import numpy as np
@@ -16,6 +16,7 @@ from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, STYLE, WIDTH
 __all__ = ["all_layers", "curves", "heat_map", "one_layer"]
 
 NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
+Direction = Literal["uniform", "random_a", "random_b"]
 SINGLE = ("embedding", "final", "head")
 """Roles of norms that no layer has."""
 
@@ -107,7 +108,7 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
     return figure
 
 
-def all_layers(frame: pd.DataFrame, direction: str) -> matplotlib.figure.Figure:
+def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.Figure:
     """Angles to one direction before every norm by training step: *Geometry* fig. 14-37.
 
     A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side.
@@ -140,7 +141,7 @@ def _sites(frame: pd.DataFrame, model: str, *, inner: bool = True) -> pd.DataFra
 
 def _short(here: pd.DataFrame) -> str:
     role, layer = here.role.iloc[0], here.layer.iloc[0]
-    return str(role) if role in SINGLE else f"{layer}: {ROLE_LABELS.get(role, role).removeprefix('pre-')}"
+    return str(role) if role in SINGLE else f"{layer}: {str(ROLE_LABELS.get(role, role)).removeprefix('pre-')}"
 
 
 def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:

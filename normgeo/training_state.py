@@ -1,6 +1,6 @@
 """What a training run leaves on the disk: whole directories, or none.
 
-state-00000500/              training.safetensors (parameters, AdamW's moments, the curve), state.json (position, scalars)
+state-00000500/              training.safetensors: parameters, AdamW's moments, the curve; state.json: data position
 checkpoints/step-00001000/   the model as `load_model` takes it, with its tokenizer and training.json
 
 A directory is written under another name and renamed; a state is removed when a later one is there.
