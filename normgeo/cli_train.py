@@ -52,6 +52,8 @@ def train(
     ] = None,
 ) -> None:
     """Train twins: GPT-2s alike in everything but their norm. Under accelerate launch or torchrun, on many devices."""
+    import accelerate
+
     from normgeo import training_runs
     from normgeo.recipe import recipe_for
 
@@ -77,7 +79,7 @@ def train(
     except KeyboardInterrupt:
         console.print(f"interrupted; finish it with: normgeo train --resume {where}")
         raise typer.Exit(130) from None
-    for kind, path in done.items():
+    for kind, path in done.items() if accelerate.PartialState().is_main_process else ():
         console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")
 
 

@@ -118,7 +118,7 @@ class Streamed:
     ) -> None:
         self.digest, self._context, self._tokenizer, self._exclude = digest, context, tokenizer, exclude
         self.packing = f"documents packed in the data set's order, token {tokenizer.eos_token_id} after each"
-        self._dataset, self._left = dataset(), np.empty(0, np.int64)
+        self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
         self._documents = iter(self._dataset)
         self._pass = self._seen = 0
 
@@ -128,6 +128,7 @@ class Streamed:
             if not self._seen:
                 raise DataError(f"{self.digest} has no text in it")
             self._pass, self._seen = self._pass + 1, 0
+            self._dataset = self._open()  # one that was sent to a position begins there again
             self._documents = iter(self._dataset)
             return self._document()
         self._seen += 1

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -273,7 +274,7 @@ def test_a_killed_command_is_resumed(tmp_path):
     assert done < 24
     resume = [sys.executable, "-m", "normgeo", "train", "--resume", str(tmp_path / "killed")]
     for words in (resume, command(tmp_path, "whole", *steps)):
-        subprocess.run(words, env=environment(), check=True, capture_output=True)
+        subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=120)
     curves = [pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("killed", "whole")]
     assert len(curves[0]) == 24
     assert curves[0].equals(curves[1])
@@ -383,11 +384,15 @@ def test_another_text_is_not_resumed(tmp_path, normgeo):
 
 def test_two_processes_train_one_model(tmp_path):
     articles(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    torchrun += ["--master-port", port]
     words = command(tmp_path, "two", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0", "--accumulate", 2)
-    subprocess.run([*torchrun, *words[1:]], env=environment(), check=True, capture_output=True)
+    subprocess.run([*torchrun, *words[1:]], env=environment(), check=True, capture_output=True, timeout=120)
     one = command(tmp_path, "one", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0")
-    subprocess.run(one, env=environment(), check=True, capture_output=True)
+    subprocess.run(one, env=environment(), check=True, capture_output=True, timeout=120)
     a, b = (pd.read_parquet(tmp_path / name / "pre-rmsnorm/curve/curve.parquet") for name in ("one", "two"))
     np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-5)
     np.testing.assert_allclose(a.gradient_norm, b.gradient_norm, rtol=1e-3)
