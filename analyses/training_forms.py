@@ -1,4 +1,4 @@
-"""Pre-LN, Pre-RMSNorm and Pre-CRMSNorm in training, from the same weights (*Pre-RMSNorm* section 3.4; see *Geometry* 3.3).
+"""Pre-LN, Pre-RMSNorm and Pre-CRMSNorm in training, from the same weights (*Pre-RMSNorm* section 3.4).
 
 Cross-entropy in nats per token by step of the three forms in float32, AdamW, without dropout, on the embedded sample;
 and how far each of the two training forms is from the Pre-LN model.
@@ -24,9 +24,9 @@ NAMES = {"pre-ln": "Pre-LN", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-
 
 
 def compute(n_tokens: int | None = None) -> pd.DataFrame:
-    """One row per form and step; `n_tokens` are trained on (40 steps of the tiny size by default)."""
+    """One row per form and step; `n_tokens` are trained on (30 steps of the tiny size by default)."""
     at_once = 8 * 256
-    steps = max(2, (n_tokens or 40 * at_once) // at_once)
+    steps = max(2, (n_tokens or 30 * at_once) // at_once)
     recipe = recipe_for("tiny", steps=steps, warmup=max(1, steps // 8), dropout=0.0, precision="no")
     tokenizer = load_tokenizer("embedded-layernorm")
     plain = widened(build_twin("layernorm", recipe, len(tokenizer)))  # pyright: ignore

@@ -158,7 +158,7 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure = _figure(0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables)))
     grid = figure.subplots(2, len(models), squeeze=False)
     for column, (model, (angle, energy, names)) in enumerate(zip(models, tables, strict=True)):
-        steps = sorted(uniform[uniform.model == model].step.unique())
+        steps = sorted(int(step) for step in uniform[uniform.model == model].step.unique())
         drawn = ((angle - 90, far), (np.log10(energy.clip(1e-6)), much))
         images = [_map(axes, v, m, names, steps) for axes, (v, m) in zip(grid[:, column], drawn, strict=True)]
         grid[0, column].set_title(_named(model))
