@@ -408,3 +408,13 @@ def test_a_converted_twin_is_certified(tmp_path):
     model = build_twin("pre-rmsnorm", small(), 48, 0)
     save_twin("pre-rmsnorm", model, small(), tmp_path / "model", None)
     assert json.loads((tmp_path / "model/conversion.json").read_text())["certificate"]["passed"]
+
+
+def test_the_forms_overlap_in_float32(tmp_path):
+    from analyses import training_forms
+    from normgeo import figures
+
+    frame = training_forms.compute(n_tokens=2 * 2048)
+    assert frame.groupby("form").step.max().tolist() == [2, 2, 2]
+    assert frame.difference.max() < 1e-5
+    figures.save(training_forms.plot(frame), tmp_path / "forms")
