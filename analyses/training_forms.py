@@ -29,6 +29,7 @@ def compute(n_tokens: int | None = None) -> pd.DataFrame:
     steps = max(2, (n_tokens or 30 * at_once) // at_once)
     recipe = recipe_for("tiny", steps=steps, warmup=max(1, steps // 8), dropout=0.0, precision="no")
     tokenizer = load_tokenizer("embedded-layernorm")
+    assert tokenizer is not None
     plain = widened(build_twin("layernorm", recipe, len(tokenizer)))  # pyright: ignore
     with torch.random.fork_rng(devices=[]):
         models = {
