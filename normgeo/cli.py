@@ -56,14 +56,18 @@ def angles(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Measure every checkpoint below this directory, by training step.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/<model>-<date>]")] = None,
     resume: Resume = None,
     store: Annotated[Path | None, typer.Option(help="From the hidden states in this store, without the model.")] = None,
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo import runs
+    from normgeo.cli_train import angles_by_step
 
-    _quiet()
+    quiet()
     if store is not None:
         from normgeo.capture import run_from_store
 
@@ -74,9 +78,21 @@ def angles(
         )
         _summary(table.frame, where)
         return
-    names = (model,) if model else runs.RunConfig().models
-    where = resume or out or runs.default_out(names)
+    if model and checkpoints:
+        raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
+    names = (model,) if model else () if checkpoints else runs.RunConfig().models
+    where = resume or out or (None if checkpoints else runs.default_out(names))
     try:
+        if resume and angles_by_step(resume):
+            return
+        if checkpoints and not resume:
+            config = runs.RunConfig(
+                (), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed, sites, qk, keep,
+                revision, trust_remote_code,
+            )  # fmt: skip
+            angles_by_step(where, checkpoints, config)
+            return
+        assert where is not None
         if resume:
             table = runs.resume_run(resume, announce=console.print)
         else:
@@ -143,7 +159,7 @@ def convert(
     """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
     from normgeo.converting import convert_checkpoint
 
-    _quiet()
+    quiet()
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,
@@ -166,7 +182,7 @@ def convert(
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
-register(app, bench_app, console, lambda: _quiet())
+register(app, bench_app, console, lambda: quiet())
 
 
 @bench_app.command("stream")
@@ -186,7 +202,7 @@ def bench_stream(
     from normgeo.models import load_model, load_tokenizer
     from normgeo.tokens import load_tokens
 
-    _quiet()
+    quiet()
     loaded = load_model(model, dtype=torch.float32, device=device)
     tokens = load_tokens(data, load_tokenizer(model), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
@@ -217,7 +233,7 @@ def models() -> None:
     console.print(table)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave the terminal to our own output: one progress bar, one line for an error."""
     import huggingface_hub
     import transformers
@@ -225,48 +241,6 @@ def _quiet() -> None:
     huggingface_hub.utils.logging.set_verbosity_error()  # its retries without a network, a line each
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-@app.command()
-def train(
-    data: Annotated[str, typer.Option(help="What `angles` takes as --data: wikipedia, or a file with text.")],
-    out: Annotated[Path, typer.Option(help="Where the twins go: OUT/layernorm and OUT/rmsnorm.")],
-    norm: Annotated[str, typer.Option(help="layernorm, rmsnorm or both.")] = "both",
-    size: Annotated[str, typer.Option(help="tiny, 70m, 160m, 410m or 1b.")] = "tiny",
-    vocabulary: Annotated[int, typer.Option(help="Size of the BPE vocabulary learnt from the data.")] = 4096,
-    exclude: Annotated[Path | None, typer.Option(help="A file of documents to leave out: the held-out text.")] = None,
-    steps: Annotated[int | None, typer.Option()] = None,
-    batch: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    device: Annotated[str, typer.Option()] = "cpu",
-) -> None:
-    """Train twins: one GPT-2 with LayerNorm and one with RMSNorm, alike in everything else."""
-    import torch
-
-    from normgeo import tokens, training
-
-    recipe = training.recipe_for(size, steps=steps, batch=batch, seed=seed)
-    left_out = set(tokens.read_documents(exclude)) if exclude else set()
-    texts = (text for text in tokens.read_documents(Path(data)) if text not in left_out)
-    tokenizer = training.train_tokenizer(texts, vocabulary)
-    stream = tokens.load_tokens(data, tokenizer, recipe.context, exclude=left_out)
-    held_out = tokens.load_tokens(exclude, tokenizer, recipe.context) if exclude else None
-    kinds: dict[str, tuple[training.Norm, ...]] = {
-        "both": ("layernorm", "rmsnorm"), "layernorm": ("layernorm",), "rmsnorm": ("rmsnorm",),
-    }  # fmt: skip
-    if norm not in kinds:
-        raise NormGeoError(f"no norm {norm!r} to train; choose {', '.join(kinds)}")
-    for kind in kinds[norm]:
-        model, curve = training.train(
-            kind, recipe, stream, len(tokenizer), held_out=held_out, device=device,
-            report=lambda row, kind=kind: console.print(kind, {k: round(v, 4) for k, v in row.items()}),
-        )  # fmt: skip
-        note = {
-            "norm": kind, "recipe": training.described(recipe), "vocabulary": len(tokenizer),
-            "data_sha256": stream.digest, "command": " ".join(["normgeo", *sys.argv[1:]]),
-            "versions": {"torch": torch.__version__}, "curve": curve.to_dict("records"),
-        }  # fmt: skip
-        training.save_twin(model, tokenizer, out / kind, torch.float32, note)
 
 
 @app.command()
@@ -295,7 +269,7 @@ def compare(
     """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
     from normgeo.comparison import compare_run, default_out
 
-    _quiet()
+    quiet()
     where = out or default_out(a, b)
     result = compare_run(
         a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device, dtype=dtype,
@@ -307,6 +281,8 @@ def compare(
 
 def main() -> None:
     """Run the command line: an error that normgeo raises on purpose is one line, and the exit status is 1."""
+    from normgeo import cli_train  # noqa: F401  (its commands register themselves)
+
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:

@@ -1,217 +1,314 @@
-"""Training twins: one GPT-2 with LayerNorm and one with RMSNorm, on the same data, in the same order, from one seed."""
+"""Training a twin: the loop, on accelerate, that can be killed after any step and goes on as if it had not been.
+
+Everything random is a function of the seed and the step, so that a state is parameters, AdamW's moments, a position in
+the data and the losses so far. On a CPU a resumed run is bit-identical to one that was not interrupted.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import accelerate
 import numpy as np
 import pandas as pd
 import torch
-import transformers
-from tokenizers import ByteLevelBPETokenizer
+from accelerate.state import AcceleratorState, GradientState
+from jaxtyping import Int64
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
-from normgeo.errors import DataError, NormGeoError
-from normgeo.models import TwinConfig, TwinLMHeadModel
+from normgeo import figures, training_figures
+from normgeo.corpus import Corpus
+from normgeo.errors import NormGeoError, RunError
+from normgeo.progress import progress_bar
+from normgeo.recipe import Recipe, checkpoint_steps, described, learning_rate
 from normgeo.tokens import TokenStream
+from normgeo.training_state import checkpoint_path, latest_state, load_state, save_state, whole_directory, write_json
+from normgeo.twins import build_twin, evaluate, save_twin
 
-__all__ = ["SIZES", "Recipe", "build_twin", "evaluate", "learning_rate", "train", "train_tokenizer"]
+__all__ = ["Trainer", "start_accelerator", "train"]
 
-Norm = Literal["layernorm", "rmsnorm"]
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+COLUMNS = ("train_loss", "gradient_norm", "lr", "held_out_loss")
+Report = Callable[[dict[str, float]], None]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a twin is made: architecture, optimization, and the seed that the twins share.
+def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:
+    """The processes and devices to train on: those of `accelerate launch` or torchrun, or this process alone.
 
-    AdamW with decoupled decay on matrices, linear warm-up, cosine decay to 10% of the peak (*Geometry* appendix A.2).
+    Raises:
+        NormGeoError: the device or the precision cannot be had, or the batch cannot be divided.
+    """
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise NormGeoError(f"train on auto, cpu, cuda or mps, not {device!r}; choose GPUs with accelerate launch")
+    if device in ("cuda", "mps") and not getattr(torch, device).is_available():
+        raise NormGeoError(f"there is no {device} device here; give --device cpu")
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=False)  # a process may train with another precision than before
+    try:
+        accelerator = accelerate.Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=recipe.precision,
+            gradient_accumulation_steps=recipe.accumulate,
+        )
+    except ValueError as error:
+        raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch % parts:
+        raise NormGeoError(
+            f"a batch of {recipe.batch} sequences cannot be divided among {accelerator.num_processes} processes with "
+            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}"
+        )
+    return accelerator
+
+
+class Trainer:
+    """One twin in training.
+
+    Args:
+        norm: which twin.
+        recipe: how it is trained.
+        corpus: on what.
+        vocabulary: number of tokens.
+        folder: where states and checkpoints go; None keeps nothing.
+        tokenizer: saved along with every checkpoint.
+        device: auto, cpu, cuda or mps.
+        model: trained instead of a fresh twin.
+
+    Attributes:
+        step: how many steps were taken.
+        curve: a row per step: loss before the step (nats a token), the gradient's norm before clipping, the learning
+            rate, and after the step the held-out loss, where it was evaluated.
     """
 
-    layers: int
-    d: int
-    heads: int
-    lr: float
-    steps: int
-    context: int = 1024
-    batch: int = 64
-    warmup: int = 1000
-    weight_decay: float = 0.1
-    beta2: float = 0.95
-    clip: float = 1.0
-    dropout: float = 0.0
-    bf16: bool = False
-    seed: int = 0
+    def __init__(
+        self,
+        norm: str,
+        recipe: Recipe,
+        corpus: Corpus,
+        vocabulary: int,
+        folder: Path | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str = "auto",
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        self.norm, self.recipe, self.corpus, self.folder, self.tokenizer = norm, recipe, corpus, folder, tokenizer
+        self.accelerator = start_accelerator(recipe, device)
+        end = getattr(tokenizer, "eos_token_id", None)
+        built = build_twin(norm, recipe, vocabulary, end) if model is None else model
+        self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
+        self._adam = _adamw(self.model, recipe)
+        self._wrapped, self._optimizer = self.accelerator.prepare(self.model, self._adam)
+        for name in ("forward", "_original_forward"):  # mixed precision is for training, not for evaluation
+            self.model.__dict__.pop(name, None)
+        self.step = 0
+        self.rows: list[tuple[float, ...]] = []
+        if folder is not None and (state := latest_state(folder)) is not None:
+            self._restore(state)
+
+    @property
+    def curve(self) -> pd.DataFrame:
+        """The learning curve so far."""
+        steps = pd.DataFrame({"step": np.arange(1, len(self.rows) + 1)})
+        return steps.join(pd.DataFrame(self.rows, columns=list(COLUMNS), dtype=np.float64))
+
+    def take_step(self) -> tuple[float, float, float]:
+        """One optimizer step; its loss, the norm of its gradient, and its learning rate.
+
+        Raises:
+            NormGeoError: the loss is not finite; no parameter has changed.
+        """
+        recipe, accelerator = self.recipe, self.accelerator
+        rate = learning_rate(self.step, recipe)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        shape = (recipe.accumulate, accelerator.num_processes, -1, recipe.context)
+        mine = self.corpus.take(recipe.batch).view(shape)[:, accelerator.process_index]
+        losses: list[Tensor] = []
+        norm = loss = math.nan
+        for micro, ids in enumerate(mine):
+            torch.manual_seed(_mixed(recipe.seed, self.step, micro, accelerator.process_index))
+            with accelerator.accumulate(self._wrapped):
+                losses.append(self._loss(ids.to(accelerator.device)))
+                accelerator.backward(losses[-1])
+                if accelerator.sync_gradients:
+                    loss = self._checked(torch.stack([part.detach() for part in losses]).mean())
+                    clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
+                    norm = float(clipped.item()) if clipped is not None else math.nan
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss, norm, rate
+
+    def _loss(self, ids: Int64[Tensor, "rows time"]) -> Tensor:
+        with self.accelerator.autocast():
+            logits = self._wrapped(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return cross_entropy(wide, ids[:, 1:].flatten())
+
+    def _checked(self, loss: Tensor) -> float:
+        value = float(self.accelerator.reduce(loss, "mean").item())  # pyright: ignore
+        if math.isfinite(value):
+            return value
+        safe = latest_state(self.folder) if self.folder is not None else None
+        kept = f"; the state before it is in {safe}" if safe else ""
+        raise NormGeoError(
+            f"the loss of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
+            f"(--lr, now {self.recipe.lr}){kept}"
+        )
+
+    def run(
+        self, held_out: TokenStream | None = None, report: Report = lambda row: None, progress: bool = False
+    ) -> None:
+        """Take the steps that are left, keeping states and checkpoints.
+
+        Args:
+            held_out: text to evaluate on every `evaluate_every` steps.
+            report: called with the row of each step that was evaluated, its loss the mean since the last.
+            progress: show a progress bar.
+
+        Raises:
+            NormGeoError: the loss is not finite.
+            RunError: the disk is full.
+        """
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        kept, tokens = set(checkpoint_steps(recipe)), recipe.batch * recipe.context
+        if self.step == 0 and 0 in kept:
+            self._keep(None)
+        label, total = self.norm, recipe.steps * tokens
+        with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
+            while self.step < recipe.steps:
+                row = self.take_step()
+                last = self.step == recipe.steps
+                evaluated = last or self.step % recipe.evaluate_every == 0
+                loss = evaluate(self.model, held_out) if evaluated and main and held_out is not None else math.nan
+                self.rows.append((*row, loss))
+                if evaluated and main:
+                    report(self._summary(recipe.evaluate_every))
+                if self.step in kept:
+                    self._keep(held_out)
+                if last or self.step in kept or self.step % recipe.save_every == 0:
+                    self._save()
+                advance(tokens)
+
+    def _summary(self, since: int) -> dict[str, float]:
+        losses = [row[0] for row in self.rows[-((self.step - 1) % since + 1) :]]
+        row = {"step": float(self.step), "train_loss": float(np.mean(losses)), "lr": self.rows[-1][2]}
+        return row if math.isnan(self.rows[-1][3]) else row | {"held_out_loss": self.rows[-1][3]}
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _keep(self, held_out: TokenStream | None) -> None:
+        """The model after this step, as a checkpoint that `load_model` takes."""
+        if self.folder is not None and self.accelerator.is_main_process:
+            note = {
+                "norm": self.norm, "step": self.step, "recipe": described(self.recipe),
+                "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
+                "held_out": None if held_out is None else held_out.digest,
+                "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
+            }  # fmt: skip
+            with whole_directory(checkpoint_path(self.folder, self.step)) as scratch:
+                model = scratch / "model"
+                save_twin(self.norm, self.model, self.recipe, model, self.tokenizer)
+                for path in model.iterdir():
+                    path.rename(scratch / path.name)
+                model.rmdir()
+                write_json(scratch / "training.json", note)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self) -> None:
+        if self.folder is not None and self.accelerator.is_main_process:
+            tensors = {"curve": torch.tensor(self.rows, dtype=torch.float64)}
+            for name, parameter in self.model.named_parameters():
+                tensors[f"parameter.{name}"] = parameter.detach()
+                for moment in MOMENTS:
+                    if (value := self._adam.state.get(parameter, {}).get(moment)) is not None:
+                        tensors[f"{moment}.{name}"] = value
+            scaler = self.accelerator.scaler
+            about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
+            state = {name: value.cpu().contiguous() for name, value in tensors.items()}
+            save_state(self.folder, self.step, state, about)
+            with whole_directory(self.folder / "curve") as scratch:
+                self.curve.to_parquet(scratch / "curve.parquet", index=False)
+                figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
+        self.accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def _restore(self, path: Path) -> None:
+        tensors, about = load_state(path)
+        for name, parameter in self.model.named_parameters():
+            stored = tensors.get(f"parameter.{name}")
+            if stored is None or stored.shape != parameter.shape:
+                raise RunError(f"{path} is of another model: {name} does not fit; start a new run")
+            parameter.copy_(stored)
+            moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
+            where = {m: v if m == "step" else v.to(parameter.device) for m, v in moments.items()}
+            self._adam.state[parameter] = where
+        if self.accelerator.scaler is not None and about["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(about["scaler"])
+        self.corpus.seek(about["data"])
+        self.step, self.rows = about["step"], [tuple(row) for row in tensors["curve"].tolist()]
 
 
-SIZES = {
-    "tiny": Recipe(6, 192, 6, 2e-3, 2400, context=256, batch=8, warmup=100, dropout=0.1, bf16=True),
-    "70m": Recipe(6, 512, 8, 10e-4, 100_000),
-    "160m": Recipe(12, 768, 12, 6e-4, 100_000),
-    "410m": Recipe(24, 1024, 16, 3e-4, 50_000),
-    "1b": Recipe(16, 2048, 8, 3e-4, 50_000),
-}
-"""*Geometry* table 2, and `tiny`, which made the embedded pair."""
+def _mixed(*numbers: int) -> int:
+    """A seed that is a function of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in GPT-2's form, learnt from `texts`; it puts nothing between documents."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=["<|endoftext|>"], show_progress=False)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
-
-
-def build_twin(norm: Norm, recipe: Recipe, vocabulary: int) -> GPT2LMHeadModel:
-    """A freshly initialized twin: LayerNorm and RMSNorm twins of one recipe share every parameter they both have."""
-    shape = {
-        "n_layer": recipe.layers,
-        "n_embd": recipe.d,
-        "n_head": recipe.heads,
-        "n_positions": recipe.context,
-        "vocab_size": vocabulary,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "embd_pdrop": recipe.dropout,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": recipe.dropout,
-    }
-    torch.manual_seed(recipe.seed)
-    return GPT2LMHeadModel(GPT2Config(**shape)) if norm == "layernorm" else TwinLMHeadModel(TwinConfig(**shape))
-
-
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up to `recipe.lr`, then cosine decay to a tenth of it at the last step."""
-    if step < recipe.warmup:
-        return recipe.lr * (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def _contexts(ids: np.ndarray, recipe: Recipe) -> Iterator[Tensor]:
-    """Endless batches of contexts: each epoch cuts the ids at another offset and shuffles; a function of the seed."""
-    rng = np.random.default_rng(recipe.seed)
-    pool = np.empty((0, recipe.context), np.int64)
-    while True:
-        while len(pool) < recipe.batch:
-            rows = (len(ids) - recipe.context) // recipe.context
-            offset = rng.integers(0, len(ids) - rows * recipe.context)
-            epoch = ids[offset : offset + rows * recipe.context].reshape(rows, recipe.context)
-            pool = np.concatenate([pool, epoch[rng.permutation(rows)]])
-        yield torch.from_numpy(pool[: recipe.batch])
-        pool = pool[recipe.batch :]
-
-
-@torch.no_grad()
-def evaluate(model: GPT2LMHeadModel, tokens: TokenStream, rows: int = 16) -> float:
-    """Mean cross-entropy in nats a token, dropout off, over every prediction inside the contexts of `tokens`."""
-    was_training = model.training
-    model.eval()
-    total, count = 0.0, 0
-    for batch in tokens.batches(None, rows):
-        ids = torch.from_numpy(batch.ids).to(model.device)
-        if ids.shape[1] < 2:
-            continue
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-        total += torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
-        count += ids[:, 1:].numel()
-    model.train(was_training)
-    if not count:
-        raise DataError(f"{tokens.source} has no two tokens in a row to predict")
-    return total / count
-
-
-def _optimizer(model: GPT2LMHeadModel, recipe: Recipe) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+def _adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2))
 
 
+def _evaluated(curve: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
+    """A row per evaluation: the mean training loss since the one before."""
+    group = (curve.step - 1) // recipe.evaluate_every
+    last = {name: curve.groupby(group)[name].last() for name in ("step", "lr", "held_out_loss")}
+    return pd.DataFrame({"train_loss": curve.groupby(group).train_loss.mean()} | last)
+
+
 def train(
-    norm: Norm,
+    norm: str,
     recipe: Recipe,
-    tokens: TokenStream,
+    corpus: Corpus,
     vocabulary: int,
+    folder: Path | None = None,
     *,
     held_out: TokenStream | None = None,
-    evaluate_every: int = 100,
-    device: str = "cpu",
-    report: Callable[[dict[str, float]], None] = lambda row: None,
-) -> tuple[GPT2LMHeadModel, pd.DataFrame]:
-    """Train one twin.
+    tokenizer: Any = None,
+    device: str = "auto",
+    model: PreTrainedModel | None = None,
+    report: Report = lambda row: None,
+    progress: bool = False,
+) -> tuple[PreTrainedModel, pd.DataFrame]:
+    """Train one twin, or go on where `folder` says that its training stopped.
 
     Returns:
-        The model in evaluation mode, and its learning curve: a row per `evaluate_every` steps with the mean training
-        loss since the last, the held-out loss (nats a token) and the learning rate.
+        The model in evaluation mode, and its learning curve: a row per step (`Trainer.curve`).
 
     Raises:
-        DataError: fewer tokens than one batch needs.
-        NormGeoError: the loss is not finite.
+        DataError: too little text, or ids beyond the vocabulary.
+        NormGeoError: the loss is not finite, or the batch cannot be divided.
+        RunError: the disk is full; the last state and checkpoints are intact.
+
+    >>> from normgeo.corpus import Shuffled
+    >>> from normgeo.recipe import recipe_for
+    >>> from normgeo.tokens import TokenStream
+    >>> recipe = recipe_for("tiny", layers=1, d=8, heads=2, steps=3, batch=2, context=8, precision="no")
+    >>> corpus = Shuffled(TokenStream.from_array(list(range(16)) * 9), recipe.context, recipe.seed)
+    >>> model, curve = train("rmsnorm", recipe, corpus, vocabulary=16, device="cpu")
+    >>> len(curve)
+    3
     """
-    ids = np.concatenate([batch.ids.ravel() for batch in tokens.batches(None, 64)])
-    if len(ids) <= recipe.context * recipe.batch:
-        raise DataError(
-            f"training needs more than {recipe.context * recipe.batch:,} tokens, {tokens.source} has {len(ids):,}"
-        )
-    model = build_twin(norm, recipe, vocabulary).to(device).train()  # pyright: ignore[reportArgumentType]
-    optimizer, batches = _optimizer(model, recipe), _contexts(ids, recipe)
-    torch.manual_seed(recipe.seed)  # dropout masks are the twins' own, and the same for both
-    curve: list[dict[str, float]] = []
-    losses: list[float] = []
-    for step in range(recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, recipe)
-        batch = next(batches).to(device)
-        with torch.autocast(batch.device.type, torch.bfloat16, enabled=recipe.bf16):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
-            raise NormGeoError(
-                f"the loss became {losses[-1]} at step {step + 1}; lower the learning rate ({recipe.lr})"
-            )
-        if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
-            row = {"step": step + 1, "train_loss": float(np.mean(losses)), "lr": learning_rate(step, recipe)}
-            if held_out is not None:
-                row["held_out_loss"] = evaluate(model, held_out)
-            curve.append(row)
-            losses.clear()
-            report(row)
-    return model.eval(), pd.DataFrame(curve)
-
-
-def save_twin(model: GPT2LMHeadModel, tokenizer: Any, out: Path, dtype: torch.dtype, note: dict[str, Any]) -> None:
-    """Save a twin as safetensors with its tokenizer and `training.json`; the directory appears whole or not at all."""
-    scratch = out.with_name(out.name + ".partial")
-    model.to(dtype).save_pretrained(scratch)  # pyright: ignore[reportArgumentType]
-    tokenizer.save_pretrained(scratch)
-    (scratch / "training.json").write_text(json.dumps(note, indent=2) + "\n")
-    os.replace(scratch, out)
-
-
-def recipe_for(size: str, **changes: Any) -> Recipe:
-    """The recipe of a size with some fields changed; None leaves a field as it is.
-
-    Raises:
-        NormGeoError: there is no such size.
-    """
-    if size not in SIZES:
-        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join(SIZES)}")
-    return replace(SIZES[size], **{k: v for k, v in changes.items() if v is not None})
-
-
-def described(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, for the records."""
-    return asdict(recipe)
+    trainer = Trainer(norm, recipe, corpus, vocabulary, folder, tokenizer=tokenizer, device=device, model=model)
+    trainer.run(held_out, report, progress)
+    return trainer.model.eval(), trainer.curve

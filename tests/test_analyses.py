@@ -18,7 +18,7 @@ from normgeo.runs import RunConfig, start_run
 
 N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
-FIXED = ["models_table", "twins_loss"]
+FIXED = ["angles_in_training", "models_table", "twins_loss"]
 
 
 @pytest.fixture(scope="module")

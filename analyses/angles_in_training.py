@@ -1,0 +1,37 @@
+"""Angles to the uniform and two random vectors by training step of tiny twins (*Geometry* fig. 4; all layers, 14-37).
+
+The table is that of `normgeo angles --checkpoints`: theta = arccos(x.1 / (|x| |1|)) in degrees before and after every
+norm, mean and standard deviation over tokens, and the means of 256 random directions. Without a run, the stored one of
+twins trained for 700 steps (`normgeo train --size tiny --steps 700 --checkpoint-every 50`) on Wikipedia.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import pandas as pd
+
+from normgeo import training_figures
+from normgeo.errors import DataError
+
+STORED = Path(__file__).parent / "data" / "angles_in_training.parquet"
+
+
+def compute(run: Path | None = None) -> pd.DataFrame:
+    """The angles before and after every norm of every checkpoint, with a column `step`.
+
+    Raises:
+        DataError: the directory holds no finished run of `normgeo angles --checkpoints`.
+    """
+    path = STORED if run is None else run / "angles.parquet"
+    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    if "step" not in frame:
+        raise DataError(f"{path} is no table of `normgeo angles --checkpoints`")
+    return frame[frame.phase.isin(["pre", "post"])].reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """The middle layer, LayerNorm above RMSNorm: fig. 4."""
+    layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
+    return training_figures.one_layer(frame, int(layers[len(layers) // 2]))

@@ -1,0 +1,197 @@
+"""What twins are trained on: contexts in an order that a seed decides, from any position on.
+
+Text in files is packed with the tokenizer's end-of-text token after each document, kept in memory as ids, and shuffled
+anew in every pass. OpenWebText and Wikipedia are streamed in their own order. Either way a position is plain JSON, so
+that a run that is killed goes on with the context it would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from normgeo.errors import DataError
+from normgeo.tokens import TokenStream, load_tokens
+
+__all__ = ["HUB", "Corpus", "Shuffled", "Streamed", "open_corpus"]
+
+HUB = {"openwebtext": ("Skylion007/openwebtext",), "wikipedia": ("wikimedia/wikipedia", "20231101.en")}
+"""What is streamed from the hub: OpenWebText as in *Geometry* appendix A.2, and Wikipedia."""
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """Contexts without end.
+
+    Attributes:
+        digest: sha256 of the data, or the data set's name: what a resumed run compares.
+        packing: how documents became contexts, in words.
+    """
+
+    digest: str
+    packing: str
+
+    def take(self, rows: int) -> Int64[Tensor, "rows time"]:
+        """The next contexts."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Where the next context is, as plain JSON."""
+        ...
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go where `position` was."""
+        ...
+
+
+class Shuffled:
+    """Contexts of ids in memory: each pass cuts the ids at another offset and shuffles, as the seed decides.
+
+    Raises:
+        DataError: fewer ids than one context needs.
+    """
+
+    def __init__(self, tokens: TokenStream, context: int, seed: int) -> None:
+        batches = tokens.batches(None, 64)
+        self._ids = np.concatenate([batch.ids.ravel() for batch in batches]).astype(np.int32)
+        self.digest, self.packing = tokens.digest, tokens.packing
+        self._context, self._seed, self._next = context, seed, 0
+        self._pass: tuple[int, int, np.ndarray] | None = None
+        self._rows = (len(self._ids) - 1) // context
+        if not self._rows:
+            raise DataError(
+                f"training needs more than {context:,} tokens, one context; {tokens.source} has {len(self._ids):,}"
+            )
+        self.largest = int(self._ids.max())
+
+    def _order(self, number: int) -> tuple[int, np.ndarray]:
+        """The offset and the order of the contexts in a pass."""
+        if self._pass is None or self._pass[0] != number:
+            rng = np.random.default_rng([self._seed, number])
+            offset = int(rng.integers(0, len(self._ids) - self._rows * self._context))
+            self._pass = number, offset, rng.permutation(self._rows)
+        return self._pass[1:]
+
+    def take(self, rows: int) -> Int64[Tensor, "rows time"]:
+        """The next contexts."""
+        out = np.empty((rows, self._context), np.int64)
+        for i in range(rows):
+            number, row = divmod(self._next, self._rows)
+            offset, order = self._order(number)
+            start = offset + int(order[row]) * self._context
+            out[i] = self._ids[start : start + self._context]
+            self._next += 1
+        return torch.from_numpy(out)
+
+    def position(self) -> dict[str, Any]:
+        """How many contexts came."""
+        return {"next": self._next}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go where `position` was."""
+        self._next = position["next"]
+
+
+class Streamed:
+    """Contexts of a data set that is streamed, in its own order, packed with the end-of-text token between documents.
+
+    Args:
+        dataset: opens the data set, an iterable of rows with a "text" that knows its position (`state_dict`).
+        tokenizer: what makes ids of text.
+        context: tokens in a context.
+        digest: the data set's name.
+        exclude: documents to leave out, by their whole text.
+    """
+
+    def __init__(
+        self,
+        dataset: Callable[[], Any],
+        tokenizer: Any,
+        context: int,
+        digest: str,
+        exclude: Collection[str] = frozenset(),
+    ) -> None:
+        self.digest, self._context, self._tokenizer, self._exclude = digest, context, tokenizer, exclude
+        self.packing = f"documents packed in the data set's order, token {tokenizer.eos_token_id} after each"
+        self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
+        self._documents = iter(self._dataset)
+        self._pass = self._seen = 0
+
+    def _document(self) -> str:
+        row = next(self._documents, None)
+        if row is None:  # the next pass
+            if not self._seen:
+                raise DataError(f"{self.digest} has no text in it")
+            self._pass, self._seen = self._pass + 1, 0
+            self._dataset = self._open()  # one that was sent to a position begins there again
+            self._documents = iter(self._dataset)
+            return self._document()
+        self._seen += 1
+        return row["text"]
+
+    def take(self, rows: int) -> Int64[Tensor, "rows time"]:
+        """The next contexts.
+
+        Raises:
+            DataError: the connection is lost, or there is no text.
+        """
+        parts, count, needed = [self._left], len(self._left), rows * self._context
+        end = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
+        while count < needed:
+            try:
+                text = self._document()
+            except DataError:
+                raise
+            except Exception as error:  # whatever the hub, its client or the connection raises
+                raise DataError(
+                    f"could not stream {self.digest}: {type(error).__name__}: {str(error)[:200]}. Without a network, "
+                    "give --data a file, or --data sample"
+                ) from error
+            if text.strip() and text not in self._exclude:
+                encoded = self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
+                parts.append(np.asarray(encoded + end, np.int64))
+                count += len(parts[-1])
+        ids = np.concatenate(parts)
+        self._left = ids[needed:]
+        return torch.from_numpy(ids[:needed].reshape(rows, self._context).copy())
+
+    def position(self) -> dict[str, Any]:
+        """The data set's own position, the pass, and the ids that are left over."""
+        return {
+            "pass": self._pass, "seen": self._seen, "dataset": self._dataset.state_dict(), "left": self._left.tolist(),
+        }  # fmt: skip
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go where `position` was."""
+        self._dataset.load_state_dict(position["dataset"])
+        self._documents = iter(self._dataset)
+        self._pass, self._seen = position["pass"], position["seen"]
+        self._left = np.asarray(position["left"], np.int64)
+
+
+def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Collection[str] = frozenset()) -> Corpus:
+    """What `normgeo train --data` names: openwebtext, wikipedia, sample, or a file of text or ids.
+
+    Raises:
+        DataError: data that is missing, of an unknown format or too little, or cannot be streamed.
+    """
+    if data in HUB:
+        return Streamed(lambda: _hub(data), tokenizer, context, "@".join(HUB[data]), exclude)
+    return Shuffled(load_tokens(data, tokenizer, context, exclude=exclude), context, seed)
+
+
+def _hub(data: str) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(*HUB[data], split="train", streaming=True)
+    except Exception as error:  # whatever the hub, its client or the connection raises
+        raise DataError(
+            f"could not stream {HUB[data][0]}: {type(error).__name__}: {str(error)[:200]}. Without a network, give "
+            "--data a file, or --data sample"
+        ) from error

@@ -1,0 +1,124 @@
+"""How twins are trained: *Geometry* table 2 and appendix A.2, and the recipe of the embedded pair."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from normgeo.errors import NormGeoError
+
+__all__ = ["NORMS", "SIZES", "Recipe", "checkpoint_steps", "described", "learning_rate", "recipe_for"]
+
+NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
+"""The twins there are; `both` on the command line is the first two."""
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a twin is made: architecture, optimization, what is kept, and the seed that the twins share.
+
+    AdamW with decoupled decay on matrices, linear warm-up, cosine decay to 10% of the peak (*Geometry* appendix A.2).
+
+    Attributes:
+        layers: blocks. `d`: width of the stream. `heads`: attention heads.
+        lr: the peak learning rate, reached after `warmup` steps. `steps`: optimizer steps.
+        context: tokens in a sequence. `batch`: sequences in an optimizer step, over all processes.
+        accumulate: forward and backward passes that a process makes for one optimizer step.
+        weight_decay: of matrices; vectors have none. `beta2`: AdamW's. `clip`: largest norm of the gradient.
+        dropout: of the embedding and behind each branch.
+        precision: mixed precision: no, bf16 or fp16.
+        checkpoint_every: steps between the models that are kept, step 0 included; None is the paper's 1K, 2K, ..., 10K,
+            20K, ... The last step is always kept.
+        save_every: steps between the states that a killed run resumes from.
+        evaluate_every: steps between held-out losses.
+        seed: of initialization, data order and dropout.
+    """
+
+    layers: int
+    d: int
+    heads: int
+    lr: float
+    steps: int
+    context: int = 1024
+    batch: int = 64
+    accumulate: int = 1
+    warmup: int = 1000
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    clip: float = 1.0
+    dropout: float = 0.0
+    precision: str = "no"
+    checkpoint_every: int | None = None
+    save_every: int = 500
+    evaluate_every: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
+            if field.type in ("int", "int | None") and value is not None and value < least:
+                raise NormGeoError(f"--{field.name.replace('_', '-')} must be at least {least}, received {value}")
+        if not (math.isfinite(self.lr) and self.lr > 0 and 0 <= self.dropout < 1):
+            raise NormGeoError(f"a learning rate is above 0 and a dropout in [0, 1): {self.lr}, {self.dropout}")
+        if self.precision not in PRECISIONS:
+            raise NormGeoError(f"no precision {self.precision!r}; choose {', '.join(PRECISIONS)}")
+        if self.d % self.heads:
+            raise NormGeoError(f"the width {self.d} is no multiple of the number of heads, {self.heads}")
+
+
+SIZES = {
+    "tiny": Recipe(
+        6, 192, 6, 2e-3, 2400, context=256, batch=8, warmup=100, dropout=0.1, precision="bf16", checkpoint_every=200,
+        save_every=100, evaluate_every=100,
+    ),
+    "70m": Recipe(6, 512, 8, 10e-4, 100_000),
+    "160m": Recipe(12, 768, 12, 6e-4, 100_000),
+    "410m": Recipe(24, 1024, 16, 3e-4, 50_000),
+    "1b": Recipe(16, 2048, 8, 3e-4, 50_000),
+}  # fmt: skip
+"""*Geometry* table 2, and `tiny`, which made the embedded pair."""
+
+
+def recipe_for(size: str, **changes: Any) -> Recipe:
+    """The recipe of a size with some fields changed; None leaves a field as it is.
+
+    Raises:
+        NormGeoError: there is no such size, or a value is out of range.
+
+    >>> recipe_for("70m", steps=10).lr
+    0.001
+    """
+    if size not in SIZES:
+        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join(SIZES)}")
+    return replace(SIZES[size], **{k: v for k, v in changes.items() if v is not None})
+
+
+def described(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data, for the records."""
+    return asdict(recipe)
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Linear warm-up to `recipe.lr`, then cosine decay to a tenth of it at the last step."""
+    if step < recipe.warmup:
+        return recipe.lr * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def checkpoint_steps(recipe: Recipe) -> list[int]:
+    """The steps after which the model is kept: 1K, 2K, ..., 10K, 20K, ... (*Geometry* appendix A.2), and the last.
+
+    >>> checkpoint_steps(recipe_for("410m"))[8:]
+    [9000, 10000, 20000, 30000, 40000, 50000]
+    >>> checkpoint_steps(recipe_for("tiny", steps=500, checkpoint_every=200))
+    [0, 200, 400, 500]
+    """
+    if recipe.checkpoint_every:
+        steps = range(0, recipe.steps, recipe.checkpoint_every)
+    else:
+        steps = [*range(1000, 10_000, 1000), *range(10_000, recipe.steps, 10_000)]
+    return [*(step for step in steps if step < recipe.steps), recipe.steps]

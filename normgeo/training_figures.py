@@ -1,0 +1,190 @@
+"""Figures of training: learning curves, and angles by training step (*Geometry* fig. 4 and 14-37)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, STYLE, WIDTH
+
+__all__ = ["all_layers", "curves", "heat_map", "one_layer"]
+
+NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
+Direction = Literal["uniform", "random_a", "random_b"]
+SINGLE = ("embedding", "final", "head")
+"""Roles of norms that no layer has."""
+
+
+def _named(model: str) -> str:
+    return NAMES.get(model, model)
+
+
+def _figure(height: float) -> matplotlib.figure.Figure:
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
+    return matplotlib.figure.Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def _models(frame: pd.DataFrame) -> list[str]:
+    """In the order of the twins, others behind them."""
+    names = [str(name) for name in frame.model.unique()]
+    return sorted(names, key=lambda name: list(NAMES).index(name) if name in NAMES else len(NAMES))
+
+
+def _legend(figure: matplotlib.figure.Figure) -> None:
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=4, frameon=False)
+
+
+def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
+    """Loss by step: every step faintly, its running mean, and the held-out loss where it was evaluated."""
+    figure = _figure(3.0)
+    palette = sns.color_palette("colorblind")
+    axes: Axes = figure.subplots()
+    for k, (norm, curve) in enumerate(by_norm.items()):
+        color, window = palette[k % 10], max(1, len(curve) // 50)
+        axes.plot(curve.step, curve.train_loss, color=color, linewidth=0.4, alpha=0.35)
+        smooth = curve.train_loss.rolling(window, min_periods=1).mean()
+        label = f"{_named(norm)}, training (mean of {window} steps)"
+        axes.plot(curve.step, smooth, color=color, linewidth=1, label=label)
+        held = curve[np.isfinite(curve.held_out_loss)]
+        if len(held):
+            marker = "os^D"[k % 4]
+            label = f"{_named(norm)}, held-out"
+            axes.plot(held.step, held.held_out_loss, marker, color=color, markersize=3, label=label)
+    axes.set(xlabel="training step", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, Any]) -> None:
+    """Mean angle and one standard deviation over tokens by step, before the null band of the same steps."""
+    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    null = here[here.direction == "null"].sort_values("step")
+    axes.fill_between(
+        null.step, null.min_deg, null.max_deg, color="0.9", linewidth=0, label="means of random directions: all"
+    )
+    axes.fill_between(null.step, null.q05, null.q95, color="0.75", linewidth=0, label="central 90%")
+    for name, color in directions.items():
+        rows = here[here.direction == name].sort_values("step")
+        axes.errorbar(
+            rows.step, rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color, markersize=2.5, elinewidth=0.7,
+            capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
+        )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+
+
+def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
+    """Angles before the first norm of one layer by training step: *Geometry* fig. 4.
+
+    A row per model (LayerNorm above RMSNorm), a column for the uniform vector and each of the two random vectors.
+    """
+    models = _models(frame)
+    figure = _figure(0.7 + 1.6 * len(models))
+    grid = figure.subplots(len(models), len(COLORS), squeeze=False, sharex=True, sharey="row")
+    for row, model in zip(grid, models, strict=True):
+        here = _sites(frame, model)
+        here = here[here.layer == layer]
+        here = here[here.site == here.site.iloc[0]]
+        row[0].set_ylabel(f"{_named(model)} (degrees)")
+        for axes, (name, color) in zip(row, COLORS.items(), strict=True):
+            _by_step(axes, here, {name: color})
+    for axes, name in zip(grid[0], COLORS, strict=True):
+        axes.set_title(LABELS[name])
+    for axes in grid[-1]:
+        axes.set_xlabel("training step")
+    _legend(figure)
+    figure.suptitle(
+        f"Angles before the first norm of layer {layer} in training (mean ± standard deviation)", fontsize=9
+    )
+    return figure
+
+
+def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.Figure:
+    """Angles to one direction before every norm by training step: *Geometry* fig. 14-37.
+
+    A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side.
+    """
+    models = _models(frame)
+    sites = [_sites(frame, model, inner=False) for model in models]
+    names = [list(part.site.unique()) for part in sites]
+    rows = max(map(len, names))
+    figure = _figure(0.8 + 0.95 * rows)
+    grid = figure.subplots(rows, len(models), squeeze=False, sharex=True, sharey=True)
+    for column, (model, part) in enumerate(zip(models, sites, strict=True)):
+        grid[0, column].set_title(_named(model))
+        grid[-1, column].set_xlabel("training step")
+        for row, site in enumerate(names[column]):
+            here, axes = part[part.site == site], grid[row, column]
+            _by_step(axes, here, {direction: COLORS[direction]})
+            if column == 0:
+                axes.set_ylabel(_short(here))
+        for row in range(len(names[column]), rows):
+            grid[row, column].set_visible(False)
+    _legend(figure)
+    figure.suptitle(f"Angles to the {LABELS[direction]} before every norm in training (degrees)", fontsize=9)
+    return figure
+
+
+def _sites(frame: pd.DataFrame, model: str, *, inner: bool = True) -> pd.DataFrame:
+    part = frame[(frame.model == model) & (frame.phase == "pre")]
+    return part[~part.role.isin(SINGLE)] if inner else part
+
+
+def _short(here: pd.DataFrame) -> str:
+    role, layer = here.role.iloc[0], here.layer.iloc[0]
+    return str(role) if role in SINGLE else f"{layer}: {str(ROLE_LABELS.get(role, role)).removeprefix('pre-')}"
+
+
+def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Norms by training steps: the mean angle to the uniform vector, and the energy along it times d.
+
+    The energy share of a random direction is 1/d: below 1 there is less along the uniform vector than by chance.
+    """
+    models = _models(frame)
+    uniform = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    tables = [_tables(uniform[uniform.model == model]) for model in models]
+    far = max(0.5, *(float(np.nanmax(np.abs(angle - 90))) for angle, _, _ in tables))
+    energies = np.log10(np.concatenate([energy.ravel() for _, energy, _ in tables]).clip(1e-6))
+    much = max(0.3, float(np.nanmax(np.abs(energies))))
+    figure = _figure(0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables)))
+    grid = figure.subplots(2, len(models), squeeze=False)
+    for column, (model, (angle, energy, names)) in enumerate(zip(models, tables, strict=True)):
+        steps = sorted(int(step) for step in uniform[uniform.model == model].step.unique())
+        drawn = ((angle - 90, far), (np.log10(energy.clip(1e-6)), much))
+        images = [_map(axes, v, m, names, steps) for axes, (v, m) in zip(grid[:, column], drawn, strict=True)]
+        grid[0, column].set_title(_named(model))
+        grid[1, column].set_xlabel("training step")
+        if column == len(models) - 1:
+            figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1, minus 90°")
+            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy along 1, times d")
+        if column:
+            for axes in grid[:, column]:
+                axes.set_yticklabels([])
+    figure.suptitle("The uniform vector before every norm in training", fontsize=9)
+    return figure
+
+
+def _tables(part: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    order = list(part.site.unique())
+    angle = part.pivot_table(index="site", columns="step", values="mean_deg").loc[order].to_numpy()
+    scaled = part.assign(energy=part.energy_share * part.d)
+    energy = scaled.pivot_table(index="site", columns="step", values="energy").loc[order].to_numpy()
+    return angle, energy, [_short(part[part.site == site]) for site in order]
+
+
+def _map(axes: Axes, values: np.ndarray, most: float, names: list[str], steps: list[int]) -> Any:
+    image = axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="nearest")
+    axes.grid(False)
+    axes.set_yticks(range(len(names)), names)
+    every = max(1, len(steps) // 6)
+    axes.set_xticks(range(0, len(steps), every), [f"{step:,}" for step in steps[::every]])
+    return image

@@ -1,0 +1,183 @@
+"""`normgeo train`: a directory of twins that a kill cannot damage and that `--resume` finishes.
+
+train.json                  what is trained, on what, how
+tokenizer/                  the tokenizer that all twins share
+<norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import transformers
+
+from normgeo.corpus import HUB, Corpus, Shuffled, open_corpus
+from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.models import load_tokenizer
+from normgeo.recipe import NORMS, Recipe, described
+from normgeo.tokens import SAMPLE, load_tokens, read_documents
+from normgeo.training import train
+from normgeo.training_state import checkpoint_path, whole_directory, write_json
+from normgeo.twins import train_tokenizer
+
+__all__ = ["TrainConfig", "default_out", "resume_training", "start_training"]
+
+GPT2 = "openai-community/gpt2"
+SAME = ("data_sha256", "vocabulary")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train on what.
+
+    Attributes:
+        norm: one of the norms, or `both`: layernorm and rmsnorm.
+        data: openwebtext, wikipedia, sample, or a file that `normgeo angles` takes.
+        exclude: a file of documents to leave out: the held-out text.
+        tokenizer: hub id or directory; None learns one from a file of text, and is GPT-2's for what is streamed.
+        vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file.
+        device: auto, cpu, cuda or mps.
+    """
+
+    norm: str = "both"
+    data: str = "openwebtext"
+    exclude: str | None = None
+    tokenizer: str | None = None
+    vocabulary: int = 4096
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.norm not in (*NORMS, "both"):
+            raise NormGeoError(f"no norm {self.norm!r} to train; choose {', '.join(NORMS)} or both")
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The twins to train, in order."""
+        return ("layernorm", "rmsnorm") if self.norm == "both" else (self.norm,)
+
+
+def default_out(size: str) -> Path:
+    """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
+    stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
+    numbers = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in itertools.count(1))
+    return next(path for path in numbers if not path.exists())
+
+
+def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
+    """Train twins in a new directory.
+
+    Returns:
+        The last checkpoint of each.
+
+    Raises:
+        RunError: the directory holds something, or the disk is full.
+        NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
+    """
+    state = accelerate.PartialState(cpu=config.device == "cpu")
+    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    state.wait_for_everyone()  # no process writes before every one has looked
+    if taken:
+        hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
+        raise RunError(f"{out} exists already; {hint}give another --out")
+    tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, None)
+    record = {
+        "config": asdict(config), "recipe": described(recipe), "vocabulary": vocabulary,
+        "data_sha256": corpus.digest, "packing": corpus.packing, "status": "running",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
+    }  # fmt: skip
+    if state.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None:
+            with whole_directory(out / "tokenizer") as scratch:
+                tokenizer.save_pretrained(scratch)
+        write_json(out / "train.json", record)
+    state.wait_for_everyone()
+    return _train_all(config, recipe, out, record, tokenizer, corpus, excluded, **options)
+
+
+def resume_training(out: Path, **options: Any) -> dict[str, Path]:
+    """Finish an interrupted training with the settings it was started with.
+
+    Raises:
+        RunError: there is none, it is complete, or the data are others now.
+    """
+    record = _read(out)
+    if record["status"] == "complete":
+        raise RunError(f"the training in {out} is complete")
+    config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
+    folder = out / "tokenizer"
+    tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, folder if folder.is_dir() else None)
+    for key, now in (("data_sha256", corpus.digest), ("vocabulary", vocabulary)):
+        if record[key] != now:
+            raise RunError(f"{out} was started with another {key}: {record[key]}, now {now}; start a new run")
+    return _train_all(config, recipe, out, record, tokenizer, corpus, excluded, **options)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    path = out / "train.json"
+    if not path.is_file():
+        raise RunError(f"{out} holds no train.json; there is no training to resume")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+
+
+def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple[Any, Corpus, int, set[str]]:
+    """The tokenizer, the data, the size of the vocabulary and the excluded documents."""
+    excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
+    tokenizer = _tokenizer(config, stored, excluded)
+    corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
+    vocabulary = config.vocabulary if tokenizer is None else len(tokenizer)
+    if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
+        raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
+    return tokenizer, corpus, vocabulary, excluded
+
+
+def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
+    if config.data.endswith(".npy"):
+        return None
+    if stored is not None:
+        return transformers.PreTrainedTokenizerFast.from_pretrained(stored)
+    name = config.tokenizer or (GPT2 if config.data in HUB else None)
+    if name is None:
+        path = SAMPLE if config.data == "sample" else Path(config.data)
+        return train_tokenizer((text for text in read_documents(path) if text not in excluded), config.vocabulary)
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise DataError(f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id")
+    return tokenizer
+
+
+def _train_all(
+    config: TrainConfig,
+    recipe: Recipe,
+    out: Path,
+    record: dict[str, Any],
+    tokenizer: Any,
+    corpus: Corpus,
+    excluded: set[str],
+    *,
+    report: Callable[[str, dict[str, float]], None] = lambda norm, row: None,
+    progress: bool = True,
+) -> dict[str, Path]:
+    held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
+    for norm in config.norms:
+        fresh = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
+        train(
+            norm, recipe, fresh, record["vocabulary"], out / norm, held_out=held_out, tokenizer=tokenizer,
+            device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress,
+        )  # fmt: skip
+    if accelerate.PartialState().is_main_process:
+        write_json(out / "train.json", record | {"status": "complete"})
+    return {norm: checkpoint_path(out / norm, recipe.steps) for norm in config.norms}

@@ -1,0 +1,126 @@
+"""What a training run leaves on the disk: whole directories, or none.
+
+state-00000500/              training.safetensors: parameters, AdamW's moments, the curve; state.json: data position
+checkpoints/step-00001000/   the model as `load_model` takes it, with its tokenizer and training.json
+
+A directory is written under another name and renamed; a state is removed when a later one is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from normgeo.errors import NormGeoError, RunError
+
+__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "whole_directory", "write_json"]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or "No space left" in str(error) or "File too large" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A directory that replaces `out` when everything in it is written, or leaves `out` as it is.
+
+    Raises:
+        RunError: the disk is full; what was there before still is.
+    """
+    scratch = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+        scratch.mkdir(parents=True)
+        yield scratch
+        for path in scratch.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(scratch, out)
+    except (OSError, safetensors.SafetensorError, NormGeoError) as error:
+        if not _is_full(error):
+            raise
+        raise RunError(
+            f"the disk of {out.parent} is full: {out.name} was not written, and what was there before is intact; make "
+            "space and resume"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole, or leave it as it was.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    scratch = path.with_name(f".{path.name}.partial")
+    try:
+        scratch.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(scratch, path)
+    except OSError as error:
+        if not _is_full(error):
+            raise
+        raise RunError(f"the disk of {path.parent} is full; make space and resume") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _states(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("state-*") if re.fullmatch(r"state-\d+", p.name))
+
+
+def latest_state(folder: Path) -> Path | None:
+    """The state to resume from."""
+    return next(reversed(_states(folder)), None)
+
+
+def save_state(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write the state after a step, then remove earlier ones.
+
+    Raises:
+        RunError: the disk is full; the last state is intact.
+    """
+    out = folder / f"state-{step:08}"
+    with whole_directory(out) as scratch:
+        safetensors.torch.save_file(tensors, scratch / "training.safetensors")
+        (scratch / "state.json").write_text(json.dumps({"step": step} | about) + "\n")
+    for earlier in _states(folder):
+        if earlier != out:
+            shutil.rmtree(earlier)
+
+
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the scalars of a state.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    try:
+        return safetensors.torch.load_file(path / "training.safetensors"), json.loads((path / "state.json").read_text())
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise RunError(f"{path} is damaged ({error}); remove it, and the run starts from its beginning") from error
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the model after a step is kept."""
+    return folder / "checkpoints" / f"step-{step:08}"
