@@ -14,7 +14,18 @@ import transformers
 import zoo
 
 from analyses import causal_test
-from normgeo import agreement, cli, compare, comparison, convert, load_model, load_tokenizer, load_tokens, training
+from normgeo import (
+    agreement,
+    cli,
+    compare,
+    comparison,
+    convert,
+    load_model,
+    load_tokenizer,
+    load_tokens,
+    training,
+    twins,
+)
 from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError, RunError
 from normgeo.tokens import TokenStream
 
@@ -398,7 +409,7 @@ def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, wo
         zoo.tiny("gpt2", vocab_size=100).save_pretrained("wide")
     if "other" in words:
         zoo.tiny("gpt2", vocab_size=300).save_pretrained("other")
-        training.train_tokenizer(["some other words"] * 9, 300).save_pretrained("other")
+        twins.train_tokenizer(["some other words"] * 9, 300).save_pretrained("other")
     if "nan" in words:
         model = zoo.tiny("gpt2")
         with torch.no_grad():
