@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import inspect
 import itertools
 import multiprocessing
@@ -25,9 +23,10 @@ from transformers import PreTrainedModel
 
 from normgeo.angles import measure_angles, new_statistics
 from normgeo.errors import DataError
-from normgeo.models import base_model, load_model, load_tokenizer
+from normgeo.models import base_model, load_model, load_tokenizer, twin
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import forward, stream
+from normgeo.timing import device_name, memory_kept, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = ["VARIANTS", "bench_stream", "peak_memory"]
@@ -78,13 +77,13 @@ def bench_stream(
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
 
     def timed(name: str, chunk: TokenBatch) -> float:
-        _synchronize(model)
+        synchronize(model.device)
         start = time.perf_counter()
         runs[name](chunk)
-        _synchronize(model)
+        synchronize(model.device)
         return time.perf_counter() - start
 
-    with _memory_kept():
+    with memory_kept():
         for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
             before = timed("base", chunk)
             for name in order.sample(VARIANTS[1:], len(VARIANTS) - 1):
@@ -96,8 +95,9 @@ def bench_stream(
                 before = after
     ratios["base"] = [1.0]
     about = {
-        "device": _device_name(model), "torch": torch.__version__, "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(), "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
+        "device": device_name(model.device), "torch": torch.__version__,
+        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
         "d": max(site.d for site in sites), "sites": len(sites), "rounds": rounds, "null": null,
         "null_every": null_every,
     }  # fmt: skip
@@ -115,30 +115,6 @@ def _alike(tokens: TokenStream, batch: int, rounds: int) -> list[TokenBatch]:
     if not found:
         raise DataError(f"{tokens.source} holds no tokens")
     return [b for b in found if b.ids.shape == found[0].ids.shape]
-
-
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules of their own: hooks on one are not on the other."""
-    shared = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-
-
-@contextmanager
-def _memory_kept() -> Iterator[None]:
-    """Have glibc serve every size from memory it keeps; otherwise large tensors are mapped and zeroed at each use."""
-    trim_threshold, mmap_max = -1, -4
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another C library
-        yield
-        return
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, -1)
-    try:
-        yield
-    finally:
-        mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
-        mallopt(trim_threshold, 1 << 26)
 
 
 def _variants(
@@ -187,13 +163,13 @@ def _variants(
         return run
 
     return {
-        "base": plain(base_model(_twin(model))),
-        "full": plain(_twin(model)),
-        "output_hidden_states": hidden_states(base_model(_twin(model))),
-        "cosine_hooks": watched(_twin(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
-        "clone_hooks": watched(_twin(model), torch.clone),
-        "statistics": measured(_twin(model), 0),
-        "statistics_null": measured(_twin(model), null),
+        "base": plain(base_model(twin(model))),
+        "full": plain(twin(model)),
+        "output_hidden_states": hidden_states(base_model(twin(model))),
+        "cosine_hooks": watched(twin(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
+        "clone_hooks": watched(twin(model), torch.clone),
+        "statistics": measured(twin(model), 0),
+        "statistics_null": measured(twin(model), null),
     }
 
 
@@ -214,20 +190,6 @@ def _watched(modules: Sequence[nn.Module], look: Callable[[Tensor], Any]) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _device_name(model: PreTrainedModel) -> str:
-    if model.device.type == "cuda":
-        return torch.cuda.get_device_name(model.device)
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
-    return model.device.type
 
 
 def peak_memory(

@@ -117,7 +117,8 @@ def convert(
     recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
     means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
     chosen, kept, untouched = _sorted(gauge, means, to)
-    recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site) for site in chosen}
+    centered = to != "naive-rmsnorm"
+    recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site, centered) for site in chosen}
     _replace(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, {site.name for site in chosen}, inputs, recipe)
@@ -265,13 +266,13 @@ def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
     return f"{share} is seen by an output, or is carried by no parameter and crosses no module's boundary"
 
 
-def _spec(norm: nn.Module, site: NormSite) -> dict[str, Any]:
+def _spec(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, Any]:
     gamma, _ = affine_of(norm, site)
     stored: Any = getattr(norm, "weight", None)
     is_offset = stored is not None and torch.allclose(stored + 1, gamma, rtol=1e-6, atol=1e-9)
     return {
         "kind": "rmsnorm", "d": site.d, "eps": site.eps, "affine": site.gain or site.bias, "bias": site.bias,
-        "offset": float(is_offset),
+        "offset": float(is_offset), "centered": centered,
     }  # fmt: skip
 
 

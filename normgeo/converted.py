@@ -3,7 +3,7 @@ r"""What a converted model is made of: from a native model and a recipe to the m
 This module needs torch and `norms.py` alone, and knows no architecture: the checkpoint of a converted model carries a
 copy of both, so that it loads without this package. A recipe is plain JSON:
 
-    norms      name -> {kind: rmsnorm | crmsnorm, d, eps, affine, bias, offset, padded, expand}
+    norms      name -> {kind: rmsnorm | crmsnorm, d, eps, affine, bias, offset, centered, padded, expand}
     recenter   [module, input | output, argument, keep | drop | pad]: where a mean is removed explicitly
     tables     buffers whose centered values belong to the checkpoint
     biases     modules that got a bias they did not have (a norm's beta, folded)
@@ -119,7 +119,7 @@ def reshape(model: nn.Module, name: str, value: Tensor) -> None:
     module = model.get_submodule(owner)
     old = getattr(module, last)
     for attribute, axis in SIZES.items():
-        if last == "weight" and getattr(module, attribute, None) == (*old.shape, *(None,) * 2)[axis]:
+        if last == "weight" and axis < old.ndim and getattr(module, attribute, None) == old.shape[axis]:
             setattr(module, attribute, value.shape[axis])
     setattr(module, last, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
 

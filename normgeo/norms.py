@@ -1,8 +1,16 @@
 r"""LayerNorm, RMSNorm and CRMSNorm as drop-in modules.
 
 Equations are those of Jiang et al., "Pre-RMSNorm and Pre-CRMSNorm Transformers" (*Pre-RMSNorm* below). All three keep
-the dtype of their input; half precision is computed in float32, float64 in float64. This module needs torch alone: a
-converted model's checkpoint carries a copy of it.
+the dtype of their input; half precision is computed in float32, float64 in float64.
+
+Which way a norm is computed does not change what it is. For inference there are kernels that read their input once
+(`normgeo.kernels`); under autograd, in float64 and while `torch.compile` traces, the plain arithmetic below is used,
+which a compiler fuses better than it could a kernel of ours. Without a kernel, a norm whose input is known to have
+zero mean, as that of every converted model, calls torch's LayerNorm, which then is the same function and is faster
+than RMSNorm in torch.
+
+This module needs torch alone: a converted model's checkpoint carries a copy of it, which finds the kernels where the
+package is installed.
 """
 
 from __future__ import annotations
@@ -11,8 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+try:
+    from normgeo.kernels import norm_ops
+except ImportError:  # a checkpoint's own copy of this module, where the package is not installed
+    norm_ops = None
 
 __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
+
+SMALL = 1 << 14
+"""Numbers under which a kernel gains less than it costs to choose it over torch's LayerNorm."""
 
 
 class _Norm(nn.Module):
@@ -23,6 +40,7 @@ class _Norm(nn.Module):
         eps: what is added to the mean square.
         affine: whether there is a gamma; `bias`: whether there is a beta too.
         offset: gamma is `weight + offset`: 1 for the (1 + w) gains of some models.
+        centered: what comes in is known to have zero mean.
         dtype: of the parameters.
         device: of the parameters.
     """
@@ -35,13 +53,14 @@ class _Norm(nn.Module):
         affine: bool = True,
         bias: bool = False,
         offset: float = 0.0,
+        centered: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
-        self.d, self.eps, self.offset = d, eps, offset
+        self.d, self.eps, self.offset, self.centered = d, eps, offset, centered
         width = self.output_width()
         gamma = nn.Parameter(torch.full((width,), 1.0 - offset, dtype=dtype, device=device)) if affine else None
         beta = nn.Parameter(torch.zeros(width, dtype=dtype, device=device)) if affine and bias else None
@@ -56,8 +75,21 @@ class _Norm(nn.Module):
         """The standardized input [..., d], before scale-and-shift."""
         raise NotImplementedError
 
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel that computes this norm."""
+        return None
+
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
+        if norm_ops is not None and self.kernel is not None:
+            z = norm_ops.norm(x, self.weight, self.bias, self.eps, self.offset, self.kernel)
+            if z is not None:
+                return z
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The same in torch's own arithmetic, for every device and dtype."""
         x = x.contiguous()  # as torch's own norms give it, which models rely on
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
@@ -82,6 +114,26 @@ class LayerNorm(_Norm):
 
 class RMSNorm(_Norm):
     r"""y = x / sqrt(|x|^2 / d + eps) (*Pre-RMSNorm* eq. 2)."""
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel that computes this norm."""
+        return "rmsnorm"
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """As for every norm; of few numbers known to have zero mean, torch's LayerNorm."""
+        return self.plain(x) if self.centered and x.numel() < SMALL else super().forward(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
+        if not self.centered or x.dtype == torch.float64 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().plain(x)
+        weight = None if self.weight is None else (self.weight + self.offset if self.offset else self.weight)
+        if any(p is not None and p.dtype != x.dtype for p in (weight, self.bias)):
+            return super().plain(x)
+        if weight is None:  # without affine parameters torch's takes twice the time in float32
+            weight = x.new_ones(self.d)
+        return functional.layer_norm(x, (self.d,), weight, self.bias, self.eps)
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input [..., d], before scale-and-shift."""
@@ -114,6 +166,11 @@ class CRMSNorm(_Norm):
     def output_width(self) -> int:
         """How many numbers come out for each vector."""
         return self.d + (self.expand and not self.padded)
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel that computes this norm; there is none for one that is expanded."""
+        return None if self.expand else "crmsnorm-padded" if self.padded else "crmsnorm"
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""

@@ -225,14 +225,14 @@ class AngleStatistics:
 
     # --- merging and resuming ----------------------------------------------------------------------------------------
 
+    def clear(self) -> None:
+        """Forget everything accumulated so far."""
+        for name, value in self.state.items():
+            value.fill_({"least": torch.inf, "most": -torch.inf}.get(name, 0))
+
     def merge(self, other: AngleStatistics) -> None:
         """Add what another instance has seen of other tokens at the same sites."""
-        for name, mine in self.state.items():
-            theirs = other.state[name].to(self.home)
-            if name in ("least", "most"):
-                mine.copy_(torch.minimum(mine, theirs) if name == "least" else torch.maximum(mine, theirs))
-            else:
-                mine += theirs
+        self.add_state_dict(other.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything accumulated so far, on the CPU, the histogram as its non-empty bins."""
@@ -246,10 +246,19 @@ class AngleStatistics:
         out["histogram_counts"] = flat[out["histogram_bins"]]
         return out
 
+    def add_state_dict(self, saved: dict[str, Tensor]) -> None:
+        """Add what the instance that this `state_dict` is of had seen."""
+        for name, mine in self.state.items():
+            if name == "histogram":
+                where, counts = (saved[f"histogram_{part}"].to(self.home) for part in ("bins", "counts"))
+                mine.view(-1).index_add_(0, where, counts)
+            elif name in ("least", "most"):
+                reduce = torch.minimum if name == "least" else torch.maximum
+                mine.copy_(reduce(mine, saved[name].to(self.home)))
+            else:
+                mine += saved[name].to(self.home)
+
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Continue from a `state_dict`."""
-        for name, value in self.state.items():
-            if name != "histogram":
-                value.copy_(saved[name])
-        flat = self.state["histogram"].view(-1).zero_()
-        flat[saved["histogram_bins"].to(self.home)] = saved["histogram_counts"].to(self.home)
+        self.clear()
+        self.add_state_dict(saved)

@@ -4,7 +4,7 @@ import pytest
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import bench
+from normgeo import models, runs, store_bench
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -38,7 +38,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_variants_share_weights_and_nothing_else():
     model = tiny("gpt2")
-    twin = bench._twin(model)
+    twin = models.twin(model)
     assert all(a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert {id(m) for m in model.modules()}.isdisjoint(id(m) for m in twin.modules())
     twin.transformer.h[0].register_forward_hook(lambda *_: None)
@@ -61,3 +61,11 @@ def test_an_empty_stream_is_refused():
     empty = TokenStream(lambda: iter(()), 4, "nothing", "", "")
     with pytest.raises(DataError, match="no tokens"):
         bench_stream(tiny("gpt2"), empty)
+
+
+def test_the_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n: runs.BLOCK_TOKENS * 1.0)
+    monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
+    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=1)
+    assert len(frame) == 5
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from test_kernels import expected, vectors
 
 from normgeo import kernels
 from normgeo.geometry import Directions
-from normgeo.kernels import BINS, cpu, fallback
+from normgeo.kernels import BINS, compiling, cpu, fallback
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def cache(tmp_path, monkeypatch):
     """An empty cache, and no kernels loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("NORMGEO_KERNELS", raising=False)
-    cpu.library.cache_clear()
+    cpu.loaded.cache_clear()
     yield tmp_path
-    cpu.library.cache_clear()
+    cpu.loaded.cache_clear()
 
 
 def shared_objects(cache):
@@ -33,7 +33,7 @@ def test_they_are_built_once_and_kept(cache):
     (name,) = shared_objects(cache)
     assert str(cache / "normgeo" / name) == kernels.status().reason
     before = (cache / "normgeo" / name).stat().st_mtime_ns
-    cpu.library.cache_clear()
+    cpu.loaded.cache_clear()
     assert kernels.status().compiled
     assert (cache / "normgeo" / name).stat().st_mtime_ns == before
 
@@ -45,17 +45,17 @@ def test_another_source_flag_or_processor_is_another_file(cache, monkeypatch, tm
         (tmp_path / "other.cpp").write_text(cpu.SOURCE.read_text() + "// changed\n")
         monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
     elif what == "FLAGS":
-        monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-g"))
+        monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-g"))
     else:
-        monkeypatch.setattr(cpu, "_processor", lambda: "another")
-    cpu.library.cache_clear()
+        monkeypatch.setattr(compiling, "_processor", lambda: "another")
+    cpu.loaded.cache_clear()
     assert kernels.status().compiled
     assert len(shared_objects(cache)) == 2
 
 
 def fails():
     """Kernels are off, the reason is said, and projections are right all the same."""
-    cpu.library.cache_clear()
+    cpu.loaded.cache_clear()
     status = kernels.status()
     assert not status.compiled
     assert str(status).startswith("torch: ")
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache):
 
 
 def test_a_file_that_is_no_library_is_no_error(cache):
-    path = cpu._built()
+    path = compiling.compiled(cpu.SOURCE)
     path.write_bytes(b"not a library")
     assert path.name in fails()
 

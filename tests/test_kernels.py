@@ -11,7 +11,7 @@ from normgeo.geometry import Directions
 from normgeo.kernels import BINS, Histogram, cpu
 
 pytestmark = pytest.mark.usefixtures("passes")
-LIBRARY = cpu.library  # of which the fixture may have put another in place
+LOADED = cpu.loaded  # of which the fixture may have put another in place
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -115,9 +115,9 @@ def test_both_tallies_are_equal_to_the_last_bit(phases):
     degrees = (sines.asin().rad2deg() * 2**20).round().mul(2.0**-20).float()
     group = torch.randint(0, 3, (400,), generator=generator, dtype=torch.uint8)
     sites, found = torch.tensor([4, 0, 2]), []
-    for library in (LIBRARY(), cpu.Library(None, "")):
+    for library in (LOADED(), cpu.Library(None, "")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "library", lambda library=library: library)
+            patch.setattr(cpu, "loaded", lambda library=library: library)
             counts = torch.zeros((5, 3, 3, BINS), dtype=torch.int64)
             found.append((*kernels.tally(norms, degrees, sines, group, Histogram(counts, sites, 0)), counts))
     for a, b in zip(*found, strict=True):

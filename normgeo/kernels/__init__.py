@@ -1,4 +1,4 @@
-"""Passes over hidden states: compiled on a CPU with a compiler, in torch everywhere else, with the same results.
+"""Passes over hidden states: compiled on a CPU with a compiler, in Triton or torch elsewhere, with the same results.
 
 Sums are accumulated in float64 whatever the dtype, which the compiled kernel does at the speed of memory. The results
 of both ways agree to float64 rounding. `status()` says which is used; the environment variable NORMGEO_KERNELS=0 turns
@@ -7,7 +7,10 @@ the compiled one off.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -17,8 +20,8 @@ from normgeo.kernels import cpu, fallback
 from normgeo.kernels.fallback import BINS, ENERGY_UNIT, UNIT, Histogram, Sums
 
 __all__ = [
-    "BINS", "ENERGY_UNIT", "UNIT", "Histogram", "Status", "Sums", "gather", "moments", "precise", "project", "status",
-    "tally",
+    "BINS", "ENERGY_UNIT", "UNIT", "Histogram", "Status", "Sums", "gather", "moments", "on_cuda", "precise", "project",
+    "status", "tally",
 ]  # fmt: skip
 
 NOTHING = 1e-12
@@ -44,7 +47,7 @@ class Status:
 
 def status() -> Status:
     """Which kernels are used on the CPU, and why; builds them if they have not been."""
-    found = cpu.library()
+    found = cpu.loaded()
     return Status(found.functions is not None, found.reason)
 
 
@@ -53,8 +56,17 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+@functools.cache
+def on_cuda() -> Any:
+    """The pass in Triton, or None where Triton is not installed."""
+    try:
+        return importlib.import_module("normgeo.kernels.triton_project")
+    except ImportError:
+        return None
+
+
 def _compiled(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in cpu.DTYPES and cpu.library().functions is not None
+    return x.device.type == "cpu" and x.dtype in cpu.DTYPES and cpu.loaded().functions is not None
 
 
 def project(
@@ -75,7 +87,10 @@ def project(
     if out is None:
         out = torch.empty((4 + centered, len(x)), dtype=precise(x.device), device=x.device)
     if _compiled(x):
-        cpu.library().project(x if x.stride(1) == 1 else x.contiguous(), units, centered, out)
+        cpu.loaded().project(x if x.stride(1) == 1 else x.contiguous(), units, centered, out)
+    elif x.device.type == "cuda" and (triton := on_cuda()) is not None:
+        with torch.cuda.device(x.device):
+            triton.project(x if x.stride(1) == 1 else x.contiguous(), units.contiguous(), centered, out)
     else:
         fallback.project(x, units, centered, out)
     if centered:
@@ -93,7 +108,7 @@ def gather(
 ) -> None:
     """Rows of x over their norm, or what they are without their mean over its norm; zeros where that is no vector."""
     if _compiled(x):
-        cpu.library().gather(x if x.stride(1) == 1 else x.contiguous(), index, scalars, centered, out)
+        cpu.loaded().gather(x if x.stride(1) == 1 else x.contiguous(), index, scalars, centered, out)
     else:
         fallback.gather(x, index, scalars, centered, out)
 
@@ -103,7 +118,7 @@ def moments(cosines: Float[Tensor, "slots rows k"]) -> Float[Tensor, "slots thre
     slots, _, k = cosines.shape
     out = torch.empty((slots, 3, k), dtype=precise(cosines.device), device=cosines.device)
     if _compiled(cosines) and cosines.dtype == torch.float32:
-        cpu.library().moments(cosines, out)
+        cpu.loaded().moments(cosines, out)
     else:
         fallback.moments(cosines, out)
     return out
@@ -128,8 +143,8 @@ def tally(
     sites, phases, _ = norms.shape
     sums = torch.zeros((sites, 3, 12 + phases), dtype=torch.float64, device=norms.device)
     out = Sums(sums, torch.full_like(sums[..., :3], torch.inf), torch.full_like(sums[..., :3], -torch.inf))
-    if norms.device.type == "cpu" and cpu.library().functions is not None:
-        cpu.library().tally(norms.contiguous(), degrees.contiguous(), sines.contiguous(), group, histogram, out)
+    if norms.device.type == "cpu" and cpu.loaded().functions is not None:
+        cpu.loaded().tally(norms.contiguous(), degrees.contiguous(), sines.contiguous(), group, histogram, out)
     else:
         fallback.tally(norms, degrees, sines, group, histogram, out)
     return out

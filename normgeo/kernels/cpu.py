@@ -1,4 +1,4 @@
-"""The compiled kernels: built by the system's compiler on first use, kept in the user's cache, called through ctypes.
+"""The compiled passes over hidden states, called through ctypes.
 
 A plain C interface needs none of torch's headers: it builds in a second and works with every version of torch. Threads
 are torch's own all the same, since its stable C interface has a parallel loop, which is handed over as a pointer.
@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from normgeo.kernels.compiling import compiled
 from normgeo.kernels.fallback import Histogram, Sums
 
-__all__ = ["DTYPES", "Library", "library"]
+__all__ = ["DTYPES", "Library", "loaded"]
 
 SOURCE = Path(__file__).with_name("project.cpp")
-FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
-)  # fmt: skip
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-SECONDS = 120  # a compiler that takes longer is not waited for
 
 
 @dataclass(frozen=True)
@@ -76,54 +67,16 @@ class Library:
 
 
 @functools.cache
-def library() -> Library:
+def loaded() -> Library:
     """Load the kernels, and build them if this source, compiler and processor have not met before. Never raises."""
-    if os.environ.get("NORMGEO_KERNELS") == "0":
-        return Library(None, "NORMGEO_KERNELS=0")
     try:
-        path = _built()
+        path = compiled(SOURCE)
         functions = _declared(ctypes.CDLL(str(path)))
         found = Library(functions, str(path), _parallel_for())
         _check(found)
-    except subprocess.CalledProcessError as error:
-        line = (error.stderr or "").strip().splitlines()
-        return Library(None, f"{error.cmd[0]} failed: {line[0] if line else error.returncode}")
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError) as error:
         return Library(None, str(error))
     return found
-
-
-def _built() -> Path:
-    """Path of the shared object, built if it is not there."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))), None)
-    if compiler is None:
-        raise RuntimeError("no C++ compiler: neither g++ nor clang++ is installed")
-    if sys.byteorder != "little" or sys.platform == "win32":
-        raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True
-    ).stdout
-    key = "\0".join([SOURCE.read_text(), *FLAGS, version, _processor()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
-    path = folder / f"project-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # others may be building the same: each builds its own file, and the last to finish puts its in place
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
-            fresh = Path(scratch) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh)]
-            subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-            fresh.replace(path)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features", "CPU ")))
 
 
 def _parallel_for() -> int | None:

@@ -5,13 +5,9 @@
 // Vectors are the compilers' own (GCC, Clang), so that sums are vectorized without -ffast-math: not a number stays not
 // a number, and every row is summed in the same order wherever it lies.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "lanes.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+using namespace normgeo;
 
 namespace {
 
@@ -22,41 +18,9 @@ constexpr int LANES = 4, TILE = 2;
 #endif
 
 typedef double Wide __attribute__((vector_size(8 * LANES)));
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef Of<LANES>::Floats Lanes;
 
 constexpr int AHEAD = 4;  // rows; short rows give the processor's own prefetcher too little to go by
-
-struct Bfloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
-
-template <class To, class From>
-inline To cast(From from) {
-    To to;
-    static_assert(sizeof(To) == sizeof(From), "sizes differ");
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-template <class V>
-inline V read(const void* from) {
-    V to;
-    std::memcpy(&to, from, sizeof to);
-    return to;
-}
-
-inline Lanes widen(const float* x) { return read<Lanes>(x); }
-inline Lanes widen(const Bfloat16* x) {
-    return cast<Lanes>(__builtin_convertvector(read<Shorts>(x), Ints) << 16);
-}
-inline Lanes widen(const Float16* x) {
-    const Ints half = __builtin_convertvector(read<Shorts>(x), Ints);
-    const Ints sign = (half & 0x8000) << 16, rest = half & 0x7fff;
-    const Ints finite = cast<Ints>(cast<Lanes>(rest << 13) * 0x1p112f);  // moves the exponent, subnormals included
-    const Ints beyond = (rest >= 0x7c00) & 0x7f800000;                   // infinite or not a number
-    return cast<Lanes>(finite | beyond | sign);
-}
 
 inline Wide doubled(Lanes v) {
 #ifdef __AVX512F__  // GCC 12 converts halves and puts them together
@@ -75,7 +39,7 @@ inline Lanes halved(Wide v) {
 }
 
 template <class T>
-inline Wide load(const T* x) { return doubled(widen(x)); }
+inline Wide load(const T* x) { return doubled(widen<LANES>(x)); }
 inline Wide load(const double* x) { return read<Wide>(x); }
 
 template <class T>

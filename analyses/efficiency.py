@@ -1,0 +1,119 @@
+"""What (C)RMSNorm saves in inference: *Pre-RMSNorm* fig. 3 and 5 and table 3, measured by `normgeo bench inference`.
+
+Times over the original's in the same round, medians and quartiles, of whole forward passes and of the time that norms
+and residual additions take inside them. The floor is the model without norms: nothing can save more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+
+from analyses import _axes
+from normgeo import figures
+from normgeo.errors import DataError
+from normgeo.inference_bench import bench_inference, summary
+from normgeo.inference_models import build
+
+STORED = Path(__file__).parent / "data" / "efficiency.parquet"
+SHORT = ("vit-tiny",)
+LABELS = {
+    "original": "Pre-LN", "original-kernel": "Pre-LN, kernel", "pre-rmsnorm": "Pre-RMSNorm",
+    "pre-rmsnorm-torch": "Pre-RMSNorm, F.rms_norm", "pre-crmsnorm": "Pre-CRMSNorm, d - 1",
+    "pre-crmsnorm-padded": "Pre-CRMSNorm, padded", "fused": "Pre-RMSNorm, fused", "no-norm": "no norm",
+}  # fmt: skip
+ENDS = {"original": "0.72", "no-norm": "0.25"}
+CONDITION = ["dtype", "phase", "mode", "device", "threads"]
+
+
+def compute(run: Path | None = None) -> pd.DataFrame:
+    """Medians and quartiles by case and variant, as `inference_bench.summary` gives them.
+
+    Args:
+        run: what `normgeo bench inference --out` wrote; None is the kept one, or where there is none a short run.
+
+    Raises:
+        DataError: the file is no such table.
+    """
+    if run is None and not STORED.is_file():
+        return summary(pd.concat([bench_inference(build(name), name, seconds=5.0) for name in SHORT]))
+    path = STORED if run is None else run
+    raw = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    if "norm_seconds" not in raw:
+        raise DataError(f"{path} is no table that `normgeo bench inference --out` wrote")
+    return summary(raw)
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Table 3: means over models and shapes of each variant's ratio; below, of that inside norms and additions."""
+    names = [name for name in LABELS if name in set(frame.variant)]
+    text = []
+    for title, column in (("Whole forward pass", "ratio"), ("Norms and residual additions inside it", "norm_ratio")):
+        means = frame.groupby([*CONDITION, "variant"], sort=False)[column].mean().unstack("variant")
+        means = means[means.notna().any(axis=1)]
+        cases = frame[frame.variant == "original"].groupby(CONDITION, sort=False).size()
+        text += [f"{title}, time over Pre-LN's", ""]
+        text += ["| | cases | " + " | ".join(LABELS[n] for n in names) + " |", "| --- |" + " ---: |" * (len(names) + 1)]
+        for key, row in means.iterrows():
+            cells = ["" if np.isnan(value) else f"{value:.4f}" for value in row.reindex(names)]
+            text.append(f"| {_words(key)} | {cases[key]} | " + " | ".join(cells) + " |")  # pyright: ignore
+        text.append("")
+    return "\n".join(text)
+
+
+def _words(key: object) -> str:
+    dtype, phase, mode, device, threads = key  # pyright: ignore
+    return f"{dtype}, {phase}, {mode}; {device}, {threads} threads"
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Fig. 3 and 5: a row for each dtype, phase and mode; whole passes left, norms and additions right."""
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
+    conditions = list(frame.groupby(CONDITION, sort=False))
+    figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.7 * len(conditions)), layout="constrained")
+    grid = figure.subplots(len(conditions), 2, squeeze=False)
+    names = [name for name in LABELS if name in set(frame.variant)]
+    for axes, (key, part) in zip(grid, conditions, strict=True):
+        for one, prefix in zip(axes, ("", "norm_"), strict=True):
+            _bars(one, part, names, prefix)
+        axes[0].set_title(_words(key).split(";")[0], fontsize=8)
+        axes[0].set_ylabel("time / Pre-LN")
+    _axes.legend(figure, columns=4)
+    devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
+    figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
+    return figure
+
+
+def _bars(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
+    """A group of bars for each model and shape, a bar a variant; the axis begins where what differs can be seen."""
+    cases = part[["model", "batch", "length"]].drop_duplicates()
+    value = f"{prefix}ratio"
+    wide = 0.84 / len(names)
+    lows = []
+    for k, name in enumerate(names):
+        rows = cases.merge(part[part.variant == name], how="left")
+        if rows[value].isna().all():
+            continue
+        error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
+        axes.bar(
+            np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), rows[value], wide, yerr=error, label=LABELS[name],
+            color=ENDS.get(name, _axes.PALETTE[k % 7]), linewidth=0,
+            error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
+        )  # fmt: skip
+        lows.append(float(rows[f"{value}_q25"].min()))
+    if not lows:
+        axes.set_axis_off()
+        return
+    if prefix:
+        axes.set_title("norms and residual additions inside", fontsize=8)
+    axes.axhline(1, color="0.3", linewidth=0.6)
+    axes.set_ylim(bottom=0 if prefix else max(0.0, np.floor(20 * min(lows) - 0.2) / 20))
+    several = cases.model.nunique() < len(cases)
+    labels = [f"{m}\n{b} x {n}" if several else str(m) for m, b, n in cases.itertuples(index=False)]
+    axes.set_xticks(np.arange(len(cases)), labels, fontsize=6)
+    axes.grid(visible=False, axis="x")

@@ -1,0 +1,189 @@
+// LayerNorm, RMSNorm and CRMSNorm of rows, alone or of a residual stream that is added to in place, as operators of
+// torch's. Each row is read once from memory; sums are accumulated in float32 in 4 x 16 parts.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "lanes.h"
+
+namespace normgeo {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int N = 16, PARTS = 4;
+typedef Of<N>::Floats Floats;
+
+enum Kind { LAYER = 0, RMS = 1, CRMS = 2, CRMS_PADDED = 3 };
+
+template <class T>
+inline Floats get(const T* x, int64_t n) {
+    if (n >= N) return widen<N>(x);
+    T some[N] = {};
+    std::memcpy(some, x, n * sizeof(T));
+    return widen<N>(some);
+}
+
+template <class T>
+inline void put(Floats v, T* out, int64_t n) {
+    if (n >= N) return narrow<N>(v, out);
+    T some[N];
+    narrow<N>(v, some);
+    std::memcpy(out, some, n * sizeof(T));
+}
+
+inline float total(const Floats* parts) {
+    const Floats v = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    float sums[N];
+    std::memcpy(sums, &v, sizeof v);
+    for (int half = N / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
+
+template <class F>
+inline void along(int64_t d, const F& body) {  // body(place, numbers there, part of the sum)
+    int64_t j = 0;
+    for (; j + N * PARTS <= d; j += N * PARTS)
+        for (int p = 0; p < PARTS; p++) body(j + p * N, int64_t(N), p);
+    for (int p = 0; j < d; j += N, p++) body(j, d - j < N ? d - j : int64_t(N), p);
+}
+
+struct Affine {
+    const void *weight, *bias;
+    float offset;
+};
+
+// residual += x, rounded to its dtype; then sum and sum of squares of what is there.
+template <class T, class X, bool ADD, bool SUM>
+inline void moments(T* residual, const X* x, int64_t d, float* sum, float* square) {
+    Floats sums[PARTS] = {}, squares[PARTS] = {};
+    along(d, [&](int64_t j, int64_t n, int p) {
+        Floats v = get(residual + j, n);
+        if (ADD) {
+            v += get(x + j, n);
+            put(v, residual + j, n);
+            if constexpr (sizeof(T) < sizeof(float)) v = get(residual + j, n);
+        }
+        if (SUM) sums[p] += v;
+        squares[p] += v * v;
+    });
+    *sum = SUM ? total(sums) : 0.0f;
+    *square = total(squares);
+}
+
+template <class T>
+inline float centered_square(const T* x, int64_t d, float mean) {
+    Floats squares[PARTS] = {};
+    along(d, [&](int64_t j, int64_t n, int p) {
+        Floats v = get(x + j, n) - mean;
+        for (int64_t i = n; i < N; i++) v[i] = 0;
+        squares[p] += v * v;
+    });
+    return total(squares);
+}
+
+template <class T, class X, class W, bool ADD>
+void norm_row(T* residual, const X* x, T* out, int64_t d, const Affine& affine, float eps, int kind) {
+    float sum, square, mean = 0;
+    if (kind == RMS) moments<T, X, ADD, false>(residual, x, d, &sum, &square);
+    else moments<T, X, ADD, true>(residual, x, d, &sum, &square);
+    if (kind == LAYER) {
+        mean = sum / d;
+        square = centered_square(residual, d, mean);
+    } else if (kind != RMS) {
+        square += sum * sum;
+    }
+    const float scale = 1 / std::sqrt(square / (d + (kind == CRMS)) + eps), offset = affine.offset;
+    const W *weight = static_cast<const W*>(affine.weight), *bias = static_cast<const W*>(affine.bias);
+    const T* from = residual;
+    if (!weight && !bias) along(d, [&](int64_t j, int64_t n, int) { put((get(from + j, n) - mean) * scale, out + j, n); });
+    else if (!bias) along(d, [&](int64_t j, int64_t n, int) {
+        put((get(from + j, n) - mean) * scale * (get(weight + j, n) + offset), out + j, n);
+    });
+    else if (!weight) along(d, [&](int64_t j, int64_t n, int) {
+        put((get(from + j, n) - mean) * scale + get(bias + j, n), out + j, n);
+    });
+    else along(d, [&](int64_t j, int64_t n, int) {
+        put((get(from + j, n) - mean) * scale * (get(weight + j, n) + offset) + get(bias + j, n), out + j, n);
+    });
+}
+
+template <class T, class X, class W, bool ADD>
+void norm_rows(void* residual, const void* x, void* out, int64_t rows, int64_t d, const Affine& affine, float eps,
+               int kind) {
+    T *r = static_cast<T*>(residual), *z = static_cast<T*>(out);
+    const X* more = static_cast<const X*>(x);
+    torch::stable::parallel_for(0, rows, 1 + 16384 / (d + 1), [&](int64_t a, int64_t b) {
+        for (int64_t i = a; i < b; i++)
+            norm_row<T, X, W, ADD>(r + i * d, ADD ? more + i * d : nullptr, z + i * d, d, affine, eps, kind);
+    });
+}
+
+template <bool ADD>
+Tensor run(const Tensor& residual, const Tensor* x, const std::optional<Tensor>& weight,
+           const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
+    const auto type = residual.scalar_type();
+    const int64_t d = residual.size(-1), rows = d ? residual.numel() / d : 0;
+    auto check = [](bool good, const char* what) { if (!good) throw std::runtime_error(what); };
+    check(residual.is_contiguous() && (!ADD || (x->is_contiguous() && x->numel() == residual.numel())),
+          "normgeo's norms take contiguous tensors of one shape");
+    const auto added = ADD ? x->scalar_type() : type;
+    check(added == type || type == ScalarType::Float, "normgeo's norms add no wider tensor to a stream");
+    auto width = weight ? weight->scalar_type() : bias ? bias->scalar_type() : type;
+    for (const auto* p : {&weight, &bias})
+        check(!*p || ((*p)->numel() == d && (*p)->is_contiguous() && (*p)->scalar_type() == width),
+              "gamma and beta have d numbers of one dtype");
+    check(width == type || width == ScalarType::Float, "gamma and beta are of the input's dtype or float32");
+    Tensor out = torch::stable::empty_like(residual);
+    const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
+    auto go = [&](auto stream, auto more, auto parameter) {
+        typedef decltype(stream) T;
+        norm_rows<T, decltype(more), decltype(parameter), ADD>(residual.data_ptr(), ADD ? x->data_ptr() : nullptr,
+                                                               out.data_ptr(), rows, d, affine, float(eps), int(kind));
+    };
+    const bool wide = width == ScalarType::Float;
+    const Bfloat16 brain = {};
+    const Float16 half = {};
+    if (type == ScalarType::Float) {
+        if (ADD && added == ScalarType::BFloat16) go(0.0f, brain, 0.0f);
+        else if (ADD && added == ScalarType::Half) go(0.0f, half, 0.0f);
+        else if (added == type) go(0.0f, 0.0f, 0.0f);
+        else throw std::runtime_error("normgeo's norms add float32, bfloat16 and float16");
+    } else if (type == ScalarType::BFloat16) {
+        wide ? go(brain, brain, 0.0f) : go(brain, brain, brain);
+    } else if (type == ScalarType::Half) {
+        wide ? go(half, half, 0.0f) : go(half, half, half);
+    } else {
+        throw std::runtime_error("normgeo's norms take float32, bfloat16 and float16");
+    }
+    return out;
+}
+
+Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
+            int64_t kind) {
+    return run<false>(x, nullptr, weight, bias, eps, offset, kind);
+}
+
+Tensor add_norm_(Tensor residual, Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                 double offset, int64_t kind) {
+    return run<true>(residual, &x, weight, bias, eps, offset, kind);
+}
+
+}  // namespace normgeo
+
+STABLE_TORCH_LIBRARY(normgeo, m) {
+    m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, int kind) -> Tensor");
+    m.def("add_norm_(Tensor(a!) residual, Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, int kind) "
+          "-> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(normgeo, CPU, m) {
+    m.impl("norm", TORCH_BOX(&normgeo::norm));
+    m.impl("add_norm_", TORCH_BOX(&normgeo::add_norm_));
+}

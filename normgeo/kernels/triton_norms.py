@@ -1,0 +1,173 @@
+"""RMSNorm and CRMSNorm on CUDA, forward and backward, and fused with the addition before them, in Triton.
+
+With v the input, s its sum where it is CRMSNorm's and 0 otherwise, and D what the squares are divided by,
+
+    r = ((|v|^2 + s^2) / D + eps)^(-1/2),   z = gamma r v + beta,
+    dv = r g - r^3 (g.v) (v + s) / D,       g = gamma dz,
+    dgamma = sum over rows of dz r v,       dbeta = sum over rows of dz.
+
+A row is read once and stays in registers; sums are in float32. Short rows go several to a program.
+"""
+
+# Triton comes with torch for CUDA, and is not there without
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["add_norm_", "norm"]
+
+TILE = 4096  # numbers that a program takes on at least, where rows are shorter
+PROGRAMS = 8  # a multiprocessor, in the backward pass
+
+
+@triton.jit
+def _forward(
+    x_at, more_at, weight_at, bias_at, out_at, scale_at, rows, d, divisor, eps, offset,
+    KIND: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    there = (row < rows)[:, None] & (column < d)[None, :]
+    at = row.to(tl.int64)[:, None] * d + column[None, :]
+    x = tl.load(x_at + at, mask=there, other=0.0)
+    if ADD:
+        more = tl.load(more_at + at, mask=there, other=0.0)
+        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+        tl.store(x_at + at, x, mask=there)
+    v = x.to(tl.float32)
+    mean_square = tl.sum(v * v, axis=1)
+    if KIND >= 2:
+        total = tl.sum(v, axis=1)
+        mean_square += total * total
+    scale = 1.0 / tl.sqrt(mean_square / divisor + eps)
+    if SAVE:
+        tl.store(scale_at + row, scale, mask=row < rows)
+    z = v * scale[:, None]
+    if WEIGHT:
+        weight = tl.load(weight_at + column, mask=column < d, other=0.0).to(tl.float32)
+        z *= (weight + offset)[None, :]
+    if BIAS:
+        z += tl.load(bias_at + column, mask=column < d, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_at + at, z.to(out_at.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _backward(
+    x_at, weight_at, scale_at, dz_at, dx_at, dweight_at, dbias_at, rows, d, divisor, offset, steps,
+    KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < d
+    gamma = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHT:
+        gamma = tl.load(weight_at + column, mask=inside, other=0.0).to(tl.float32) + offset
+    dgamma = tl.zeros((BLOCK,), tl.float32)
+    dbeta = tl.zeros((BLOCK,), tl.float32)
+    for step in range(steps):
+        row = (program * steps + step) * ROWS + tl.arange(0, ROWS)
+        there = (row < rows)[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * d + column[None, :]
+        v = tl.load(x_at + at, mask=there, other=0.0).to(tl.float32)
+        dz = tl.load(dz_at + at, mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(scale_at + row, mask=row < rows, other=0.0)[:, None]
+        g = dz * gamma[None, :]
+        direction = v
+        if KIND >= 2:
+            direction = v + tl.sum(v, axis=1)[:, None]
+        dot = tl.sum(g * v, axis=1)[:, None]
+        dv = scale * g - scale * scale * scale * dot / divisor * direction
+        tl.store(dx_at + at, dv.to(dx_at.dtype.element_ty), mask=there)
+        dgamma += tl.sum(dz * v * scale, axis=0)
+        dbeta += tl.sum(dz, axis=0)
+    if WEIGHT:
+        tl.store(dweight_at + program * d + column, dgamma, mask=inside)
+    if BIAS:
+        tl.store(dbias_at + program * d + column, dbeta, mask=inside)
+
+
+def _plan(d: int) -> dict[str, int]:
+    """How a row is laid out: its block, rows a program, and warps."""
+    block = triton.next_power_of_2(d)
+    rows = max(1, TILE // block)
+    return {"BLOCK": block, "ROWS": rows, "num_warps": min(16, max(4, rows * block // 1024))}
+
+
+def _launch(
+    x: Tensor, more: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int,
+    *, save: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    d = x.shape[-1]
+    rows, plan, out = x.numel() // d, _plan(d), torch.empty_like(x)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
+    with _device(x):
+        _forward[(triton.cdiv(rows, plan["ROWS"]),)](
+            x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
+            WEIGHT=weight is not None, BIAS=bias is not None, SAVE=save, **plan,
+        )  # fmt: skip
+    return out, scale
+
+
+class _Norm(torch.autograd.Function):
+    """The norm as a function that has a gradient, in the same two kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
+    ) -> Tensor:
+        z, scale = _launch(x, None, weight, bias, eps, offset, kind, save=True)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset, ctx.kind, ctx.bias = offset, kind, bias is not None
+        return z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        dz, d = grads[0].contiguous(), x.shape[-1]
+        rows, plan, dx = x.numel() // d, _plan(d), torch.empty_like(x)
+        blocks = triton.cdiv(rows, plan["ROWS"])
+        steps = triton.cdiv(blocks, _multiprocessors(x) * PROGRAMS)
+        programs = triton.cdiv(blocks, steps)
+        partial = lambda wanted: torch.empty((programs, d), device=x.device) if wanted else None  # noqa: E731
+        dweight, dbias = partial(weight is not None), partial(ctx.bias)
+        with _device(x):
+            _backward[(programs,)](
+                x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
+                KIND=ctx.kind, WEIGHT=weight is not None, BIAS=ctx.bias, **plan,
+            )  # fmt: skip
+        total = [
+            None if p is None else p.sum(0).to(x.dtype if weight is None else weight.dtype) for p in (dweight, dbias)
+        ]
+        return dx, *total, None, None, None
+
+
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()  # Triton's interpreter takes CPU tensors
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int) -> Tensor:
+    """The norm of contiguous x [..., d], with gradients where they are wanted."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return _Norm.apply(x, weight, bias, eps, offset, kind)  # pyright: ignore
+    return _launch(x, None, weight, bias, eps, offset, kind, save=False)[0]
+
+
+def add_norm_(
+    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
+) -> Tensor:
+    """Add x to the contiguous residual stream in place, and give the norm of the sum."""
+    return _launch(residual, x, weight, bias, eps, offset, kind, save=False)[0]

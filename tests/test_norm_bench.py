@@ -1,0 +1,97 @@
+"""The benchmark of norms alone: its formulas against hand numbers, its check against sabotage; no times are judged."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from normgeo import cli
+from normgeo.errors import ModelError, NormGeoError
+from normgeo.norm_bench import NORMS, SHAPES, bench_norms, norm_summary
+from normgeo.norms import CRMSNorm, RMSNorm
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+
+
+def test_every_norm_is_timed_in_every_round():
+    raw = bench_norms(((2, 3, 16), (1, 2, 9)), rounds=3, seconds=1.0)
+    assert raw.groupby(["shape", "dtype"]).ngroups == 4
+    here = set(NORMS) - {"Liger add + RMSNorm"}
+    for (shape, dtype), part in raw.groupby(["shape", "dtype"]):
+        assert set(part.norm) <= here
+        assert set(part.norm) >= here - {n for n in here if "kernel" in n or n == "add + RMSNorm"}
+        assert (part.groupby("norm").size() == 3).all()
+        numbers = {"2x3x16": 96, "1x2x9": 18}[shape] * {"float32": 4, "bfloat16": 2}[dtype]
+        nbytes = part.drop_duplicates("norm").set_index("norm").bytes
+        assert nbytes["RMSNorm"] == nbytes["copy"] == 2 * numbers
+        assert nbytes["add + layer_norm"] == 4 * numbers
+    assert (raw.seconds > 0).all()
+
+
+def test_summary_by_hand():
+    """100 bytes a microsecond are 0.1 GB/s; an addition with a norm is compared with an addition with a norm."""
+    times = {
+        "layer_norm": [4e-6, 8e-6, 4e-6], "RMSNorm": [2e-6, 2e-6, 3e-6], "add + layer_norm": [8e-6, 8e-6, 8e-6],
+        "add + RMSNorm": [4e-6, 2e-6, 4e-6], "copy": [1e-6, 1e-6, 1e-6],
+    }  # fmt: skip
+    rows = [
+        {"norm": name, "round": k, "seconds": t, "bytes": 50 * NORMS[name], "shape": "s", "dtype": "float32"}
+        for name, values in times.items() for k, t in enumerate(values)
+    ]  # fmt: skip
+    found = norm_summary(pd.DataFrame(rows).sample(frac=1, random_state=0)).set_index("norm")
+    assert list(found.index) == ["layer_norm", "RMSNorm", "add + layer_norm", "add + RMSNorm", "copy"]
+    assert found.ratio["RMSNorm"] == pytest.approx(0.5)
+    assert found.ratio_q25["RMSNorm"] == pytest.approx(0.375)
+    assert found.ratio["add + RMSNorm"] == pytest.approx(0.5)
+    np.testing.assert_allclose(found.gb_per_s[["copy", "RMSNorm", "add + layer_norm"]], [0.1, 0.05, 0.025])
+    assert found.copy_share["RMSNorm"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(RMSNorm, "RMSNorm"), (CRMSNorm, "CRMSNorm padded")])
+def test_a_norm_with_wrong_results_is_refused(cls, name, monkeypatch):
+    right = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: 1.01 * right(self, x))
+    with pytest.raises(ModelError, match=f"{name} gives wrong results for .* torch.float32"):
+        bench_norms(((2, 3, 16),), dtypes=("float32",), rounds=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    raw = bench_norms(((4, 256, 1024),), device="cuda", rounds=3)
+    assert {"LayerNorm kernel", "add + RMSNorm"} <= set(raw.norm)
+
+
+def test_shapes_are_of_models_with_even_widths():
+    assert all(len(shape) == 3 and shape[2] % 64 == 0 for shape in SHAPES)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["bench", "norms", *map(str, arguments)])
+
+
+def test_command(tmp_path):
+    out = tmp_path / "raw.parquet"
+    done = run("--shapes", "1x2x16,2x2x8", "--dtype", "float32", "--rounds", "3", "--seconds", "0.5", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "1x2x16, float32; 3 rounds" in done.output
+    assert set(pd.read_parquet(out)["shape"]) == {"1x2x16", "2x2x8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shapes", "1x512"), "BATCHxTOKENSxWIDTH"),
+        (("--shapes", "1x2xd"), "--shapes takes whole numbers"),
+        (("--dtype", "int8"), "no dtype 'int8'; choose float32, bfloat16, float16"),
+    ],
+)
+def test_command_says_what_is_wrong(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, NormGeoError)
+    assert message in str(done.exception)

@@ -1,0 +1,216 @@
+"""The compiled norms are the norms, wherever they are used; and they are used only where they may be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_norms import by_definition, random_norm
+from torch import nn
+
+import normgeo
+from normgeo import convert
+from normgeo.kernels import norm_ops
+from normgeo.norms import CRMSNorm, RMSNorm
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+NAMES = {"rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}), "crmsnorm-padded": (CRMSNorm, {"padded": True})}
+WIDTHS = (1, 3, 15, 16, 17, 48, 63, 64, 65, 130, 768)
+
+pytestmark = pytest.mark.skipif(norm_ops.loaded().norm is None, reason="needs a compiler")
+
+
+def drawn(shape, dtype, seed=0, offset=0.3):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + offset).to(dtype)
+
+
+def truth(norm, x):
+    """The definition in float64, of the numbers that the norm was given."""
+    exact = random_norm(type(norm), x.shape[-1], norm.eps, torch.float64, bias=norm.bias is not None,
+                        **({"padded": norm.padded} if isinstance(norm, CRMSNorm) else {}))  # fmt: skip
+    exact.offset = norm.offset
+    exact.load_state_dict({k: v.double() for k, v in norm.state_dict().items()})
+    with torch.no_grad():
+        return exact.plain(x.double())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@given(d=st.sampled_from(WIDTHS), rows=st.integers(0, 5), seed=st.integers(0, 99), wide=st.booleans(),
+       bias=st.booleans(), offset=st.sampled_from([0.0, 1.0]))  # fmt: skip
+def test_they_give_what_the_definition_gives(dtype, name, d, rows, seed, wide, bias, offset):
+    cls, options = NAMES[name]
+    norm = random_norm(cls, d, 1e-5, torch.float32 if wide else dtype, bias=bias, **options)
+    norm.offset = offset
+    x = drawn((2, rows, d), dtype, seed)
+    if name == "crmsnorm-padded":
+        x[..., -1] = 0
+    with torch.no_grad():
+        z = norm_ops.norm(x, norm.weight, norm.bias, norm.eps, offset, name)
+        assert torch.equal(norm(x), z)  # the module uses it
+    assert z.dtype == dtype
+    assert z.shape == x.shape
+    expected = truth(norm, x)
+    if x.numel():
+        torch.testing.assert_close(z.double(), expected, rtol=2 * ROUNDING[dtype], atol=2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_layernorm_the_control_is_torchs(dtype):
+    x, weight, bias = drawn((3, 5, 77), dtype, 1), drawn(77, dtype, 2), drawn(77, dtype, 3)
+    with torch.no_grad():
+        z = norm_ops.norm(x, weight, bias, 1e-5, 0.0, "layernorm")
+    exact = nn.functional.layer_norm(x.double(), (77,), weight.double(), bias.double(), 1e-5)
+    torch.testing.assert_close(z.double(), exact, rtol=2 * ROUNDING[dtype], atol=2 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("affine", [True, False])
+def test_added_to_in_place_they_are_the_sum_and_its_norm(dtype, name, affine):
+    for d in WIDTHS:
+        residual, x = drawn((2, 3, d), dtype, 4), drawn((2, 3, d), dtype, 5)
+        weight, bias = (drawn(d, dtype, 6), drawn(d, dtype, 7)) if affine else (None, None)
+        with torch.no_grad():
+            expected = residual + x
+            z = norm_ops.norm(expected, weight, bias, 1e-6, 0.0, name)
+            found = norm_ops.add_norm_(residual, x, weight, bias, 1e-6, 0.0, name)
+        assert torch.equal(residual, expected)
+        assert torch.equal(found, z)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_added_to_a_float32_stream_and_never_the_other_way(narrow):
+    residual, x = drawn((3, 5, 77), torch.float32, 4), drawn((3, 5, 77), narrow, 5)
+    weight, expected = drawn(77, torch.float32, 6), residual + x
+    z = norm_ops.add_norm_(residual, x, weight, None, 1e-5, 1.0, "rmsnorm")
+    assert torch.equal(residual, expected)
+    assert torch.equal(z, norm_ops.norm(expected, weight, None, 1e-5, 1.0, "rmsnorm"))
+    assert norm_ops.add_norm_(x, residual, None, None, 1e-5, 0.0, "rmsnorm") is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_not_a_number_infinity_zero_and_the_smallest_numbers_come_through(dtype):
+    norm = RMSNorm(20, 1e-5, dtype=dtype)
+    x = torch.zeros(5, 20, dtype=dtype)
+    x[1, 3], x[2, 4], x[3] = torch.nan, torch.inf, torch.finfo(dtype).tiny
+    x[4] = torch.finfo(dtype).max / 1e20 if dtype != torch.float16 else 60000.0
+    z = norm(x)
+    assert (z[0] == 0).all()
+    assert z[1].isnan().all()
+    assert z[2, 4].isnan()
+    assert (z[3].float() <= 2 * torch.finfo(dtype).tiny / 1e-5**0.5).all()
+    torch.testing.assert_close(z[4], torch.ones(20, dtype=dtype))
+
+
+@torch.no_grad()
+def test_strided_inputs_are_taken_as_they_read():
+    norm, x = random_norm(RMSNorm, 24), drawn((4, 6, 48), torch.float32)
+    for view in (x[..., ::2], x.transpose(0, 1)[..., :24], x[:, 1:2, 24:].expand(4, 3, 24)):
+        torch.testing.assert_close(norm(view), norm(view.clone()))
+    residual = x[..., ::2].transpose(0, 1)
+    assert norm_ops.add_norm_(residual, residual.clone(), norm.weight, None, 1e-5, 0.0, "rmsnorm") is None
+
+
+def test_they_leave_float64_autograd_and_transforms_to_torch():
+    norm = random_norm(RMSNorm, 8)
+    x = drawn((3, 8), torch.float32)
+    assert not norm_ops.takes(x)  # gradients may be wanted
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None
+    with torch.no_grad():
+        assert norm_ops.takes(x)
+        assert not norm_ops.takes(x.double())
+        assert not norm_ops.takes(x.to("meta"))
+        for_each = torch.func.vmap(lambda row: norm.plain(row))(x)
+        torch.testing.assert_close(torch.func.vmap(norm)(x), for_each)
+        mixed = norm_ops.norm(x.bfloat16(), norm.weight.half(), None, 1e-5, 0.0, "rmsnorm")
+        assert mixed is None
+
+
+def test_forward_mode_derivatives_are_not_lost():
+    norm, x = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(norm, (x,), (torch.ones_like(x),))
+    _, expected = torch.func.jvp(norm.plain, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, expected)
+
+
+@torch.no_grad()
+def test_shapes_are_known_without_numbers():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.zeros(2, 3, 8))
+        assert torch.ops.normgeo.norm(x, None, None, 1e-5, 0.0, 1).shape == (2, 3, 8)
+        assert torch.ops.normgeo.add_norm_(x, x, None, None, 1e-5, 0.0, 1).shape == (2, 3, 8)
+
+
+@torch.no_grad()
+def test_wrong_arguments_are_refused_by_the_operator_itself():
+    x, norm = torch.zeros(2, 8), torch.ops.normgeo.norm
+    for given_x, weight in ((x.double(), None), (x, torch.ones(7)), (x, torch.ones(8).half()), (x.T, None)):
+        with pytest.raises(RuntimeError, match=r"norms take|gamma and beta"):
+            norm(given_x, weight, None, 1e-5, 0.0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@torch.no_grad()
+def test_without_kernels_a_centered_rmsnorm_is_the_same(dtype, affine, monkeypatch):
+    monkeypatch.setattr(norm_ops, "takes", lambda x: False)
+    x = drawn((5, 40), torch.float32)
+    x = (x - x.mean(-1, keepdim=True)).to(dtype)
+    norm = random_norm(RMSNorm, 40, 1e-5, dtype, bias=affine, affine=affine)
+    plain = norm(x)
+    norm.centered = True
+    assert not torch.equal(norm(x + 1), plain)  # LayerNorm is at work, and of other inputs it is another function
+    tolerance = 4 * ROUNDING[dtype]
+    torch.testing.assert_close(norm(x), plain, rtol=tolerance, atol=tolerance)
+
+
+def test_converted_norms_know_that_they_are_centered_and_naive_ones_do_not(tiny):
+    for to, centered in (("rmsnorm", True), ("naive-rmsnorm", False)):
+        model = convert(tiny("gpt2"), to=to).model
+        assert {m.centered for m in model.modules() if isinstance(m, RMSNorm)} == {centered}
+
+
+def run(code, tmp_path, **environment):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | environment
+    environment["PYTHONPATH"] = str(Path(normgeo.__file__).parents[1])
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_without_a_compiler_the_reason_is_said_once_and_results_are_the_same(tmp_path):
+    code = """
+import torch
+from normgeo.norms import RMSNorm
+x = torch.arange(12.0).view(3, 4)
+with torch.no_grad():
+    for _ in range(2):
+        print(RMSNorm(4)(x).sum().item())
+"""
+    (tmp_path / "empty").mkdir()
+    without = run(code, tmp_path, PATH=str(tmp_path / "empty"), CXX="")
+    assert without.stderr.count("normgeo computes norms in torch, which is slower: no C++ compiler") == 1, without
+    off = run(code, tmp_path, NORMGEO_KERNELS="0")
+    assert off.stderr == ""
+    built = run(code, tmp_path)
+    assert (built.returncode, built.stderr) == (0, "")
+    assert [p.name.split("-")[0] for p in (tmp_path / "normgeo").iterdir()] == ["norms"]
+    a, b, c = (list(map(float, r.stdout.split())) for r in (without, off, built))
+    assert a == b == pytest.approx(c, rel=1e-6)
+
+
+def test_a_compiled_module_gives_the_same(tiny):
+    norm, x = random_norm(RMSNorm, 16), drawn((4, 16), torch.float32)
+    with torch.no_grad():
+        graph = torch.compile(norm, backend="eager", fullgraph=True)
+        torch.testing.assert_close(graph(x), norm(x))
+    assert by_definition(RMSNorm, x.double(), 1e-5).shape == (4, 16)

@@ -1,0 +1,227 @@
+"""The fused inference mode gives what the converted model gives, or refuses."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from normgeo import convert, optimize
+from normgeo.errors import ConversionError
+from normgeo.examples import example_inputs
+from normgeo.kernels import norm_ops
+from normgeo.norms import RMSNorm
+from normgeo.optimizing import fused_norms
+from normgeo.probing import float64_copy, outputs_of
+
+FUSED = {  # how many of a two-layer model's norms read a sum of its blocks
+    "gpt2": 4, "gpt_neo": 4, "gpt_neox": 2, "gptj": 2, "opt": 4, "phi": 2, "stablelm": 4, "nemotron": 4, "vit": 4,
+    "mpt": 2, "whisper": 10,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def converted(tiny):
+    kept = {}
+
+    def get(name, **options):
+        key = name, *sorted(options.items())
+        if key not in kept:
+            kept[key] = convert(tiny(name), **({"to": "rmsnorm"} | options)).model
+        return copy.deepcopy(kept[key])
+
+    return get
+
+
+def relative(a, b):
+    return max(float((x.double() - y.double()).abs().max() / y.double().abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FUSED)
+def test_outputs_are_those_of_the_converted_model(name, converted):
+    model = converted(name)
+    inputs = example_inputs(model, time=9, seed=4)
+    exact = outputs_of(float64_copy(model), inputs)
+    before = outputs_of(model, inputs)
+    fused = optimize(model)
+    assert len(fused_norms(fused)) == FUSED[name]
+    assert relative(outputs_of(fused, inputs), exact) <= 2 * relative(before, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "vit"])
+@pytest.mark.parametrize("options", [{"to": "crmsnorm"}, {"to": "crmsnorm", "padded": True}, {"fold_affine": True}])
+def test_compressed_and_folded_models_are_fused_too(name, options, converted):
+    model = converted(name, **options)
+    inputs = example_inputs(model, seed=4)
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(model), inputs), before) < 1e-6
+    assert len(fused_norms(model)) == FUSED[name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_dtype(dtype, converted):
+    model = converted("gpt2").to(dtype)
+    inputs = example_inputs(model, seed=4)
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(model), inputs), before) < (1e-12 if dtype == torch.float64 else 0.02)
+
+
+@torch.no_grad()
+def test_the_kernel_is_what_computes_them(converted, monkeypatch):
+    calls, add_norm = [], norm_ops.add_norm_
+    monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: calls.append(a) or add_norm(*a))
+    model = optimize(converted("gpt2"))
+    calls.clear()
+    model(torch.tensor([[1, 2, 3]]))
+    assert len(calls) == 3  # the first sum of a forward pass is a new tensor
+
+
+@torch.no_grad()
+def test_under_autocast_the_stream_is_wider_than_what_is_added_and_fused_all_the_same(converted, monkeypatch):
+    model, ids = converted("gpt2"), torch.tensor([[1, 2, 3]])
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(ids).logits
+        optimize(model)
+        calls, add_norm = [], norm_ops.add_norm_
+        monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: calls.append(add_norm(*a)) or calls[-1])
+        assert relative([model(ids).logits], [before]) < 0.02
+    assert len(calls) == 3
+    assert all(z is not None for z in calls)
+
+
+@torch.no_grad()
+def test_generate_gives_the_same_tokens(converted):
+    model, ids = converted("gpt2"), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    assert torch.equal(optimize(model).generate(ids, **options), expected)
+
+
+@torch.no_grad()
+def test_embeddings_that_are_given_stay_as_they_are(converted):
+    model = optimize(converted("gpt_neox"))
+    embedded = model.get_input_embeddings()(torch.tensor([[3, 4, 5]])).clone()
+    kept = embedded.clone()
+    first, second = model(inputs_embeds=embedded).logits, model(inputs_embeds=embedded).logits
+    assert torch.equal(embedded, kept)
+    assert torch.equal(first, second)
+
+
+@torch.no_grad()
+def test_a_copy_is_its_own_and_saving_is_as_before(converted, tmp_path):
+    model = optimize(converted("vit"))
+    inputs = example_inputs(model, seed=1)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**inputs).logits, model(**inputs).logits)
+    other.vit.layernorm.weight.add_(1.0)
+    assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
+    assert model.state_dict().keys() == converted("vit").state_dict().keys()
+
+
+def test_twice_is_once(converted):
+    model = optimize(converted("gpt2"))
+    assert optimize(model) is model
+
+
+def test_under_autograd_it_refuses(converted):
+    model = optimize(converted("gpt2"))
+    for part in (model, model.transformer):
+        with pytest.raises(ConversionError, match="no_grad"):
+            part(torch.tensor([[1, 2]]))
+    with torch.no_grad():
+        assert model(torch.tensor([[1, 2]])).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_hidden_states_and_hooks_are_refused(converted):
+    model, ids = optimize(converted("gpt2")), torch.tensor([[1, 2]])
+    with pytest.raises(ConversionError, match="hidden states"):
+        model(ids, output_hidden_states=True)
+    handle = model.transformer.h[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConversionError, match="hook on GPT2Block"):
+        model(ids)
+    handle.remove()
+    model(ids)
+    hooked = converted("gpt2")
+    handle = hooked.transformer.h[0].ln_1.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConversionError, match="RMSNorm has hooks"):
+        optimize(hooked)
+    handle.remove()
+    optimize(hooked)
+
+
+def unchanged(model):
+    return not any({"forward", "normgeo_stream"} & m.__dict__.keys() or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["bloom", "bert"])
+def test_where_there_is_nothing_to_fuse_the_model_is_as_it_was(name, converted):
+    model = converted(name)
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    with pytest.raises(ConversionError, match="nothing to fuse"):
+        optimize(model)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_model_that_is_not_converted_is_refused(tiny):
+    with pytest.raises(ConversionError, match="convert it first"):
+        optimize(tiny("gpt2"))
+
+
+class Block(nn.Module):
+    """GPT-2's, in other words."""
+
+    def __init__(self, block, kept):
+        super().__init__()
+        self.attn, self.mlp, self.ln_1, self.ln_2, self.kept = block.attn, block.mlp, block.ln_1, block.ln_2, kept
+
+    def forward(self, x, *_, **__):
+        x = x + self.attn(self.ln_1(x))[0]
+        x += self.mlp(self.ln_2(x))
+        return x
+
+
+class Remembering(Block):
+    """A block that also reads what the block before it was given, when its own sums have been added to that."""
+
+    def forward(self, x, *_, **__):
+        before, self.kept[:] = self.kept[-1] if self.kept else x, [x]
+        branch = self.attn(self.ln_1(x))[0].add(before, alpha=0.1)
+        x = x + branch
+        return x + self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("block", [Block, Remembering])
+def test_a_stream_that_is_read_after_it_was_added_to_is_found_out(block):
+    model, kept = convert(zoo.tiny("gpt2", n_layer=4)).model, []
+    for i, old in enumerate(model.transformer.h):
+        model.transformer.h[i] = block(old, kept)
+    model.register_forward_pre_hook(lambda *_: kept.clear())
+    with torch.no_grad():
+        before = outputs_of(model, example_inputs(model))
+        if block is Remembering:
+            with pytest.raises(ConversionError, match="read after it is added to"):
+                optimize(model)
+            assert len(model._forward_pre_hooks) == 1
+        else:
+            assert len(fused_norms(optimize(model))) == 8
+        assert relative(outputs_of(model, example_inputs(model)), before) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", ["sum", "norm"])
+def test_a_kernel_that_computes_something_else_is_found_out(wrong, converted, monkeypatch):
+    def bad(residual, x, weight, bias, eps, offset, kind):
+        residual.add_(x, alpha=2 if wrong == "sum" else 1)
+        return RMSNorm(residual.shape[-1]).plain(residual)
+
+    model = converted("gpt2")
+    monkeypatch.setattr(norm_ops, "add_norm_", bad)
+    with pytest.raises(ConversionError, match="not equal"):
+        optimize(model)
+    assert unchanged(model)

@@ -1,0 +1,98 @@
+"""The kernels in Triton, on CUDA, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1, with Triton installed)."""
+
+import copy
+import os
+
+import pytest
+import torch
+from test_norms import random_norm
+from zoo import tiny
+
+from normgeo import convert, kernels, optimize
+from normgeo.examples import example_inputs
+from normgeo.geometry import Directions
+from normgeo.kernels import fallback, norm_ops
+from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.probing import outputs_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and norm_ops.on_cuda() is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = {"rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}), "crmsnorm-padded": (CRMSNorm, {"padded": True})}
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA device"),
+]
+
+
+def drawn(shape, dtype, seed=0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.3).to(DEVICE, dtype)
+
+
+def close(found, expected, dtype):
+    found, expected = found.detach().double(), expected.detach().double()
+    scale = float(expected.abs().max()) or 1.0
+    assert float((found - expected).abs().max()) <= 8 * ROUNDING[dtype] * scale
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("d", [2, 7, 64, 100, 1000])
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+def test_values_and_gradients_are_those_of_float64(name, dtype, d, affine):
+    cls, options = NAMES[name]
+    norm = random_norm(cls, d, dtype=dtype, bias=affine == "both", affine=affine != "none", **options).to(DEVICE)
+    exact = copy.deepcopy(norm).double()
+    x, dz = drawn((3, 7, d), dtype), drawn((3, 7, d), dtype, 1)
+    if name == "crmsnorm-padded":
+        x[..., -1] = 0
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    z = norm_ops.on_cuda().norm(a, norm.weight, norm.bias, norm.eps, 0.0, norm_ops.KINDS[name])
+    z.backward(dz)
+    expected = exact.plain(b)
+    expected.backward(dz.double())
+    close(z, expected, dtype)
+    close(a.grad, b.grad, dtype)
+    for found, truth in zip(norm.parameters(), exact.parameters(), strict=True):
+        close(found.grad, truth.grad, dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_added_to_in_place_they_are_the_sum_and_its_norm(name, dtype):
+    for d in (5, 130, 768):
+        residual, x, weight = drawn((2, 9, d), dtype, 2), drawn((2, 9, d), dtype, 3), drawn(d, torch.float32, 4)
+        total = residual + x
+        ops, kind = norm_ops.on_cuda(), norm_ops.KINDS[name]
+        expected = ops.norm(total, weight, None, 1e-6, 1.0, kind)
+        found = ops.add_norm_(residual, x, weight, None, 1e-6, 1.0, kind)
+        close(residual, total, dtype)
+        close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*ROUNDING, torch.float64], ids=str)
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize(("rows", "d"), [(0, 8), (1, 5), (9, 512), (6, 1300)])
+def test_the_pass_over_hidden_states_is_that_of_torch_in_float64(dtype, centered, rows, d):
+    x, units = drawn((rows, d), dtype, 5), Directions.seeded(d, 0).units.to(DEVICE, torch.float64).contiguous()
+    if rows > 1:
+        x[0] = 3.0  # uniform: nothing is left without the mean
+    found, expected = (torch.zeros((4 + centered, rows), dtype=torch.float64, device=DEVICE) for _ in range(2))
+    kernels.on_cuda().project(x, units, centered, found)
+    fallback.project(x, units, centered, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "vit"])
+def test_optimized_models_on_cuda_give_what_they_gave(name, dtype, monkeypatch):
+    monkeypatch.setattr(norm_ops, "LAUNCH", 0)
+    model = convert(tiny(name).to(DEVICE)).model.to(dtype)
+    inputs = example_inputs(model, seed=2)
+    before = outputs_of(model, inputs)
+    for found, expected in zip(outputs_of(optimize(model), inputs), before, strict=True):
+        close(found, expected, dtype)
