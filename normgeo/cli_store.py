@@ -20,8 +20,12 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
     @app.command()
     def capture(
         model: Annotated[str | None, typer.Argument(help="Hub id, local directory, or embedded name.")] = None,
-        store: Annotated[Path | None, typer.Option(help="A new directory for the store.")] = None,
-        tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens. [default: 1,000,000, or all]")] = None,
+        store: Annotated[
+            str | None, typer.Option(help="A new directory for it, or s3://BUCKET/PREFIX, gs://...")
+        ] = None,
+        tokens: Annotated[
+            int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")
+        ] = None,
         phases: Annotated[str, typer.Option(help="Of pre, standardized and post.")] = "pre",
         sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns.")] = None,
         data: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
@@ -39,10 +43,13 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         trust_remote_code: Annotated[
             bool, typer.Option("--trust-remote-code", help="Run the repository's code.")
         ] = False,
-        resume: Annotated[Path | None, typer.Option(help="Finish the interrupted store in this directory.")] = None,
+        resume: Annotated[
+            str | None, typer.Option(help="Finish the interrupted store in this directory or at this URL.")
+        ] = None,
     ) -> None:
         """Keep the hidden states at every norm in a store, while the statistics run."""
         from normgeo import capture as capturing
+        from normgeo.ranks import is_first
         from normgeo.runs import RunConfig
 
         quiet()
@@ -60,12 +67,16 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
                 config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
                 capturing.start_capture(config, where, announce=console.print)
         except KeyboardInterrupt:
-            console.print(f"interrupted; finish it with: normgeo capture --resume {where}")
+            if is_first():
+                console.print(f"interrupted; finish it with: normgeo capture --resume {where}")
             raise typer.Exit(130) from None
-        console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
+        if is_first():
+            console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
 
     @app.command()
-    def verify(store: Annotated[Path, typer.Argument(help="A store that `capture` wrote.")]) -> None:
+    def verify(
+        store: Annotated[str, typer.Argument(help="What `capture` wrote: a directory, s3://BUCKET/PREFIX or gs://...")],
+    ) -> None:
         """Read every byte of a store and name what is damaged."""
         from normgeo.store import verify as verifying
 
@@ -80,6 +91,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
     def bench_store(
         model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
         folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
+        data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
         context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
         batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
         tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
@@ -90,7 +102,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         from normgeo.store_bench import bench_store
 
         quiet()
-        frame = bench_store(model, folder, context=context, batch=batch, n_tokens=tokens, rounds=rounds)
+        frame = bench_store(model, folder, data=data, context=context, batch=batch, n_tokens=tokens, rounds=rounds)
         console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
         if out is not None:
             frame.to_parquet(out, index=False)

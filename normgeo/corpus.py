@@ -18,10 +18,13 @@ from torch import Tensor
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream, load_tokens
 
-__all__ = ["HUB", "Corpus", "Shuffled", "Streamed", "open_corpus"]
+__all__ = ["HUB", "Corpus", "Shuffled", "Streamed", "check_hub", "open_corpus"]
 
 HUB = {"openwebtext": ("Skylion007/openwebtext",), "wikipedia": ("wikimedia/wikipedia", "20231101.en")}
-"""What is streamed from the hub: OpenWebText as in *Geometry* appendix A.2, and Wikipedia."""
+"""What is streamed from the hub, from columns "text": OpenWebText as in *Geometry* appendix A.2, and Wikipedia."""
+
+PATIENCE = 10.0
+"""Seconds to wait for the hub before it is called out of reach."""
 
 
 @runtime_checkable
@@ -148,10 +151,7 @@ class Streamed:
             except DataError:
                 raise
             except Exception as error:  # whatever the hub, its client or the connection raises
-                raise DataError(
-                    f"could not stream {self.digest}: {type(error).__name__}: {str(error)[:200]}. Without a network, "
-                    "give --data a file, or --data sample"
-                ) from error
+                raise _unreachable(self.digest, error) from error
             if text.strip() and text not in self._exclude:
                 encoded = self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
                 parts.append(np.asarray(encoded + end, np.int64))
@@ -185,13 +185,30 @@ def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Col
     return Shuffled(load_tokens(data, tokenizer, context, exclude=exclude), context, seed)
 
 
+def check_hub(data: str) -> None:
+    """Ask the hub once for a data set in `HUB`, before anything else is loaded: clients retry for a minute.
+
+    Raises:
+        DataError: the hub or the data set cannot be reached.
+    """
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().dataset_info(HUB[data][0], timeout=PATIENCE)
+    except Exception as error:  # whatever the hub, its client or the connection raises
+        raise _unreachable(HUB[data][0], error) from error
+
+
 def _hub(data: str) -> Any:
     import datasets
 
+    check_hub(data)
     try:
         return datasets.load_dataset(*HUB[data], split="train", streaming=True)
     except Exception as error:  # whatever the hub, its client or the connection raises
-        raise DataError(
-            f"could not stream {HUB[data][0]}: {type(error).__name__}: {str(error)[:200]}. Without a network, give "
-            "--data a file, or --data sample"
-        ) from error
+        raise _unreachable(HUB[data][0], error) from error
+
+
+def _unreachable(name: str, error: Exception) -> DataError:
+    why = f"{type(error).__name__}: {str(error)[:200].strip()}".rstrip(".")
+    return DataError(f"could not stream {name}: {why}. Without a network, give --data a file of text, or --data sample")

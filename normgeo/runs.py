@@ -39,6 +39,7 @@ from normgeo.models import (
     max_context,
     pick_device,
     pick_dtype,
+    tokenizer_digest,
     weights_digest,
 )
 from normgeo.progress import progress_bar
@@ -155,12 +156,13 @@ def write_whole(path: Path, content: bytes) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _save_record(out: Path, record: dict[str, Any]) -> None:
+def save_record(out: Path, record: dict[str, Any]) -> None:
+    """Write `run.json`."""
     write_whole(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
 
 
 @contextmanager
-def full_disk_explained(out: Path) -> Iterator[None]:
+def full_disk_explained(out: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -196,14 +198,14 @@ def _execute(
         check_same(record["models"].setdefault(name, job.about), job.about, out)
         with full_disk_explained(out):
             (out / "state").mkdir(parents=True, exist_ok=True)
-            _save_record(out, record)
+            save_record(out, record)
             statistics = _measure(config, job, out, announce, progress)
         tables.append(AngleTable.from_statistics(statistics, job.label))
     table = AngleTable.concatenated(tables)
     with full_disk_explained(out):
         write_results(table, out)
         record |= {"status": "complete", "finished": now()}
-        _save_record(out, record)
+        save_record(out, record)
     return table
 
 
@@ -238,15 +240,15 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-SAME = ("weights_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
+SAME = ("weights_sha256", "tokenizer_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
 
 
-def check_same(then: dict[str, Any], now: dict[str, Any], out: Path, keys: Sequence[str] = SAME) -> None:
+def check_same(then: dict[str, Any], now: dict[str, Any], out: Path | str, keys: Sequence[str] = SAME) -> None:
     """Refuse to go on where what a run was started with is no longer what is there."""
     for key in keys:
-        if then[key] != now[key]:
+        if then.get(key) != now[key]:
             raise RunError(
-                f"{out} was started with another {key.replace('_', ' ')}: {str(then[key])[:80]}, now "
+                f"{out} was started with another {key.replace('_', ' ')}: {str(then.get(key))[:80]}, now "
                 f"{str(now[key])[:80]}; start a new run"
             )
 
@@ -294,6 +296,7 @@ def prepare(config: RunConfig, name: str) -> Job:
         "weights_sha256": weights_digest(model),
         "revision": getattr(model.config, "_commit_hash", None),
         "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
+        "tokenizer_sha256": None if is_ids or tokenizer is None else tokenizer_digest(tokenizer),
         "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
         "data": tokens.source,
         "data_sha256": tokens.digest,

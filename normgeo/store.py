@@ -16,19 +16,23 @@ import zarr
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from normgeo.errors import StoreError
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.objects import storage_at
 from normgeo.rebuild import Rebuild, standardized
 from normgeo.sites import NormSite
+from normgeo.storage import Storage
 from normgeo.store_layout import (
     TRAILER,
     ArraySpec,
     Commit,
     Layout,
     as_torch,
+    committed_rows,
     identity,
     read_commit,
     read_json,
     read_log,
+    state_file,
 )
 from normgeo.tokens import TokenStream
 
@@ -36,10 +40,10 @@ __all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "verify"]
 
 
 class ChunkReader:
-    """Reads one array from its first token on, piece by piece, and checks every chunk against the commit log."""
+    """Reads one array from the beginning of a row on, piece by piece; checks every chunk that it reads to the end."""
 
-    def __init__(self, store: HiddenStateStore, spec: ArraySpec) -> None:
-        self.store, self.spec, self._at, self._crc = store, spec, 0, 0
+    def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0) -> None:
+        self.store, self.spec, self._at, self._crc = store, spec, row * store.layout.chunk, 0
 
     def read(self, n: int) -> Shaped[np.ndarray, ...]:
         """The next `n` tokens as they are stored: [vectors, d], or [tokens].
@@ -59,30 +63,33 @@ class ChunkReader:
         return values.reshape(-1, spec.width) if spec.width else values
 
     def _fill(self, row: int, part: np.ndarray, end: int) -> None:
-        path = self.store.path / "hidden.zarr" / self.spec.chunk_file(row)
+        storage, name = self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
         n, crc = self.store.commit_log[row].chunks[self.spec.name]
+        start = (self._at - row * self.store.layout.chunk) * self.spec.token_bytes
+        last = end == self.store.layout.stop(row)
+        behind = np.empty(n + TRAILER - start - len(part) + 1 if last else 0, np.uint8)  # a byte more than there is
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek((self._at - row * self.store.layout.chunk) * self.spec.token_bytes)
-                whole = file.readinto(part.data) == len(part)
-                last = end == self.store.layout.stop(row)
-                tail = np.frombuffer(file.read() if last else b"", np.uint8)
+            found = storage.read_into(name, start, [part, behind])
         except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
+            raise StoreError(f"{storage.at(name)} cannot be read: {error}") from error
         self._crc = google_crc32c.extend(self._crc, part)  # pyright: ignore
         if last:
-            self._crc = google_crc32c.extend(self._crc, tail[:-TRAILER])  # pyright: ignore
-            whole = whole and path.stat().st_size == n + TRAILER
+            self._crc = google_crc32c.extend(self._crc, behind[: -TRAILER - 1])  # pyright: ignore
+        whole = found == (n + TRAILER - start if last else len(part))
         if not whole or (last and self._crc != crc):
-            raise StoreError(f"{path} is damaged: it is not what was committed; normgeo verify names all that is")
+            raise StoreError(
+                f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
+            )
         self._crc = 0 if last else self._crc
 
 
 class HiddenStates:
     """One phase of one site: `[vectors, d]` numbers, of which the committed ones are there.
 
+    As a zarr array (`array`), a dask array (`dask`), one tensor (`torch`) or many (`batches`).
+
     Attributes:
-        array: the zarr array.
+        array: the zarr array, of the stored numbers, with the vectors that are not committed yet.
         dtype: of the hidden states; bfloat16 is stored as uint16.
         shape: committed vectors and their width.
     """
@@ -111,6 +118,19 @@ class HiddenStates:
         """A range of the committed vectors in their own dtype."""
         return as_torch(np.ascontiguousarray(self[start:stop]), self.spec.dtype)
 
+    def dask(self) -> Any:
+        """The committed vectors as a dask array, a block a chunk; bfloat16, which numpy has not, as float32.
+
+        Raises:
+            NormGeoError: dask is not installed.
+        """
+        try:
+            import dask.array
+        except ImportError as error:
+            raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
+        stored = dask.array.from_zarr(self.array)[: len(self)]  # pyright: ignore
+        return stored.map_blocks(_widened, dtype=np.float32) if self.spec.dtype == "bfloat16" else stored
+
     def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
         """All committed vectors in order, of so many tokens at once; checked against the commit log."""
         reader = ChunkReader(self._store, self.spec)
@@ -118,32 +138,40 @@ class HiddenStates:
             yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
 
 
+def _widened(stored: np.ndarray) -> np.ndarray:
+    return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
 class HiddenStateStore:
     """A store that `normgeo capture` wrote, complete or not; only what is committed is read.
+
+    Args:
+        path: its directory, or its URL (s3://bucket/prefix, gs://bucket/prefix).
 
     Attributes:
         provenance: what was captured from what.
         layout: the arrays.
         sites: the sites, in the order of the forward pass.
-        commit_log: the complete rows of chunks.
-        n_tokens: tokens in those.
+        committed: the complete rows of chunks, by number; a capture by several processes leaves gaps until it ends.
+        commit_log: those from the first on, up to the first gap.
+        n_tokens: tokens in the log.
 
     Raises:
-        StoreError: there is no store, or its commit log is damaged.
+        StoreError: there is no store, it cannot be reached, or its commit log is damaged.
 
     >>> store = HiddenStateStore(path)                                              # doctest: +SKIP
     >>> store.open("transformer.h.0.ln_1", "pre").torch(0, 1000).norm(dim=1)        # doctest: +SKIP
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if not (self.path / "store.json").is_file():
-            raise StoreError(f"{path} is no store of hidden states: it has no store.json")
-        self.record = read_json(self.path / "store.json")
+    def __init__(self, path: str | Path | Storage) -> None:
+        self.storage = storage_at(path)
+        self.record = _record(self.storage)
         self.provenance: dict[str, Any] = self.record["provenance"]
         self.layout = Layout.from_json(self.record["layout"])
         self.store_id = identity({"provenance": self.provenance["identity"], "layout": self.record["layout"]})
-        self.commit_log: list[Commit] = read_log(self.path, self.store_id)
+        self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
+        rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
+        self.commit_log: list[Commit] = [self.committed[row] for row in rows]
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
         self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
 
@@ -156,9 +184,9 @@ class HiddenStateStore:
     def root(self) -> zarr.Group:
         """The zarr group."""
         try:
-            return zarr.open_group(self.path / "hidden.zarr", mode="r")
+            return zarr.open_group(self.storage.zarr("hidden.zarr"), mode="r")
         except (OSError, ValueError, KeyError) as error:
-            raise StoreError(f"{self.path / 'hidden.zarr'} cannot be opened: {error}") from error
+            raise StoreError(f"{self.storage.at('hidden.zarr')} cannot be opened: {error}") from error
 
     def spec(self, site: str, phase: str) -> ArraySpec:
         """The array of a site's phase.
@@ -198,7 +226,7 @@ class HiddenStateStore:
         """The committed tokens, in the contexts that the model saw."""
         about = self.provenance["identity"]["about"]
         return TokenStream(
-            self._contexts, about["context"], str(self.path), about["data_sha256"], about["packing"], self.n_tokens
+            self._contexts, about["context"], str(self.storage), about["data_sha256"], about["packing"], self.n_tokens
         )
 
     def _contexts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -219,57 +247,62 @@ class HiddenStateStore:
             yield ids, owner
 
 
-def verify(path: str | Path) -> tuple[int, list[str]]:
+def _record(storage: Storage) -> dict[str, Any]:
+    if storage.size("store.json") is None:
+        raise StoreError(f"{storage} is no store of hidden states: it has no store.json")
+    return read_json(storage, "store.json")
+
+
+def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     """Read every byte of a store: (chunks checked, what is wrong, each with the file it is in).
 
     Raises:
-        StoreError: there is no store at all.
+        StoreError: there is no store at all, or it cannot be reached.
     """
-    path = Path(path)
-    if not (path / "store.json").is_file():
-        raise StoreError(f"{path} is no store of hidden states: it has no store.json")
-    record = read_json(path / "store.json")
+    storage = storage_at(path)
+    record = _record(storage)
     layout = Layout.from_json(record["layout"])
     store = identity({"provenance": record["provenance"]["identity"], "layout": record["layout"]})
-    problems, checked = _metadata_problems(path), 0
-    there = sorted(int(file.stem) for file in (path / "commits").glob("*.json"))
-    expected = range(layout.rows if record["status"] == "complete" else (there[-1] + 1 if there else 0))
-    for row in expected:
+    problems, checked = _metadata_problems(storage), 0
+    for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
         try:
-            commit = read_commit(path, row, store)
+            commit = read_commit(storage, row, store)
         except (StoreError, KeyError, TypeError) as error:
             problems.append(str(error))
             continue
-        for spec in layout.arrays:
-            checked += 1
-            problems += _chunk_problems(path / "hidden.zarr" / spec.chunk_file(row), *commit.chunks[spec.name])
-        if row == expected[-1]:
-            problems += _file_problems(path / "state" / f"{row:08}.safetensors", commit.state)
+        sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
+        checked += len(sums)
+        for found in storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items()):
+            problems += found
+        problems += _file_problems(storage, state_file(row), commit.state)
     return checked, problems
 
 
-def _metadata_problems(path: Path) -> list[str]:
+def _metadata_problems(storage: Storage) -> list[str]:
     try:
-        sums = read_json(path / "manifest.json")
+        sums = read_json(storage, "manifest.json")
     except StoreError as error:
         return [str(error)]
-    return [line for name, sha in sums.items() for line in _file_problems(path / "hidden.zarr" / name, sha)]
+    found = storage.each(lambda item: _file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
+    return list(itertools.chain.from_iterable(found))
 
 
-def _file_problems(file: Path, sha256: str) -> list[str]:
-    if not file.is_file():
-        return [f"{file} is missing"]
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    return [] if found == sha256 else [f"{file} is damaged: its checksum is wrong"]
+def _file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
+    try:
+        found = hashlib.sha256(storage.read(name)).hexdigest()
+    except FileNotFoundError:
+        return [f"{storage.at(name)} is missing"]
+    return [] if found == sha256 else [f"{storage.at(name)} is damaged: its checksum is wrong"]
 
 
-def _chunk_problems(file: Path, n: int, crc: int) -> list[str]:
-    if not file.is_file():
-        return [f"{file} is missing"]
-    content = np.fromfile(file, np.uint8)
+def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
+    try:
+        content = np.frombuffer(storage.read(name), np.uint8)
+    except FileNotFoundError:
+        return [f"{storage.at(name)} is missing"]
     if len(content) != n + TRAILER:
-        return [f"{file} is truncated: {len(content)} bytes of {n + TRAILER}"]
+        return [f"{storage.at(name)} is truncated: {len(content)} bytes of {n + TRAILER}"]
     body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
     if google_crc32c.value(body) != crc or trailer != crc:  # pyright: ignore
-        return [f"{file} is damaged: its checksum is wrong"]
+        return [f"{storage.at(name)} is damaged: its checksum is wrong"]
     return []

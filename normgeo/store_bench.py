@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,12 @@ import pandas as pd
 import torch
 
 from normgeo.angles import new_statistics
-from normgeo.capture import disk_rate
 from normgeo.geometry import Directions
 from normgeo.runs import Job, RunConfig, prepare
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
-from normgeo.store_layout import Layout, create, sweep
+from normgeo.storage import Disk
+from normgeo.store_layout import Layout, create
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.tokens import TokenBatch
@@ -41,10 +41,9 @@ def store_rate(folder: Path, *, sites: int = 8, d: int = 4096, n_tokens: int = 8
     statistics = AngleStatistics(places, {d: Directions.seeded(d, 0)})
     layout = Layout.of(places, ["bfloat16"] * sites, ("pre", "post"), n_tokens)
     hidden, ids = torch.randn(batch, d).bfloat16(), np.zeros((1, batch), np.int64)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
-        path = _empty(Path(scratch), layout)
+    with _new_store(folder, layout) as disk:
         began = time.perf_counter()
-        with StoreWriter(path, "bench", layout, places, statistics) as writer:
+        with StoreWriter(disk, "bench", layout, places, statistics) as writer:
             for start in range(0, n_tokens, batch):
                 piece = TokenBatch(ids, ids, start)
                 writer.begin(piece)
@@ -55,15 +54,20 @@ def store_rate(folder: Path, *, sites: int = 8, d: int = 4096, n_tokens: int = 8
         return layout.nbytes / (time.perf_counter() - began)
 
 
-def _empty(path: Path, layout: Layout) -> Path:
-    sweep(path)
-    create(path, layout, [], [], [], {})
-    return path
+@contextmanager
+def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
+    """An empty store that is removed at the end."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
+        disk = Disk(Path(scratch))
+        with disk.writing():
+            create(disk, layout, [], [], [], {})
+            yield disk
 
 
 def bench_store(
-    model: str, folder: Path, *, context: int = 256, batch: int = 8, n_tokens: int = 32_768, rounds: int = 3
-) -> pd.DataFrame:
+    model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
+    rounds: int = 3,
+) -> pd.DataFrame:  # fmt: skip
     """Measure, once a round each: the disk, the store, and a forward pass alone, with statistics, and captured.
 
     Returns:
@@ -73,13 +77,13 @@ def bench_store(
         NormGeoError: whatever is wrong with the model or the data.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = prepare(RunConfig((model,), None, n_tokens, context, batch, keep="none"), model)
+    job = prepare(RunConfig((model,), data, n_tokens, context, batch, keep="none"), model)
     dtype = str(job.model.dtype).removeprefix("torch.")
     layout = Layout.of(job.sites, [dtype] * len(job.sites), ("pre",), n_tokens)
     seconds: dict[str, list[float]] = defaultdict(list)
     rates: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
-        rates["disk, one file, fsync"].append(disk_rate(folder, 512 << 20))
+        rates["disk, one file, fsync"].append(Disk(folder).rate(512 << 20))
         rates["store, fsync and checksums"].append(store_rate(folder))
         for name, sites, store in (("forward", [], None), ("statistics", job.sites, None),
                                    ("statistics and capture", job.sites, folder)):  # fmt: skip
@@ -96,10 +100,9 @@ def _pass(job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | No
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
     statistics = new_statistics(job.model, job.sites, null=0, seed=0, null_every=16, bos=job.bos)
     sinks = [statistics] if sites else []
-    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") if folder else nullcontext() as scratch:
-        path = _empty(Path(scratch), layout) if scratch else None
+    with _new_store(folder, layout) if folder else nullcontext() as disk:
         began = time.perf_counter()
-        writing = StoreWriter(path, "bench", layout, sites, statistics) if path else nullcontext()
+        writing = StoreWriter(disk, "bench", layout, sites, statistics) if disk else nullcontext()
         with writing as writer:
             for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, batch), [writer, *sinks]
                                 if writer else sinks):  # fmt: skip

@@ -1,4 +1,4 @@
-"""How a store of hidden states lies on disk, and its commit log.
+"""How a store of hidden states lies in its storage, and its commit log.
 
 store.json          what was captured from what: configuration, model and data by hash, versions, layout
 manifest.json       sha256 of every file of `hidden.zarr` that is no chunk of hidden states
@@ -7,7 +7,7 @@ hidden.zarr/        zarr v3, opened by zarr, xarray and dask alike
     sites/<key>/pre, .../standardized, .../post             [vector, channel], the model's dtype
     sites/<key>/gain, .../bias                              [channel], what the norm stores
 commits/<row>.json  one record for every complete row of chunks: its tokens, and size and checksum of every chunk
-state/              the statistics as of the last commit
+state/              the statistics of every row: of the batches that begin in it
 scratch/, lock      what is being written, and who writes
 
 Every array is cut along its tokens into rows of chunks, each a plain file of numbers and their crc32c, and a row counts
@@ -16,31 +16,29 @@ once its record is there. bfloat16, which zarr does not know, lies as uint16 wit
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import zarr
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
+from zarr.storage import MemoryStore
 
 from normgeo.errors import StoreError
 from normgeo.rebuild import Rebuild
 from normgeo.sites import NormSite
+from normgeo.storage import Storage
 
 __all__ = [
-    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "create", "durable", "identity", "locked", "read_json",
-    "read_log", "write_commit",
+    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "identity", "read_json",
+    "read_log", "read_state", "state_file", "write_commit",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -146,69 +144,21 @@ def as_torch(x: np.ndarray, dtype: str) -> Tensor:
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
 
 
-# --- files that are there whole or not at all ------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def durable(path: Path, content: bytes, scratch: Path, *, new: bool = False) -> None:
-    """Write a file so that it is there whole, after a kill and after a power cut, or as it was before.
-
-    Raises:
-        StoreError: `new`, and the file is already there.
-        OSError: the disk is full.
-    """
-    part = scratch / f"{path.name}.part"
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            os.link(part, path)
-        else:
-            os.replace(part, path)
-    except FileExistsError as error:
-        raise StoreError(f"{path} is already there: another process writes this store") from error
-    finally:
-        part.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep all others from writing a store.
-
-    Raises:
-        StoreError: another process writes it.
-    """
-    with (path / "lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"another process writes {path}; wait for it to end, or give another --store") from error
-        yield
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(storage: Storage, name: str) -> dict[str, Any]:
     """A file's JSON object.
 
     Raises:
         StoreError: it is missing or damaged.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(storage.read(name))
     except FileNotFoundError as error:
-        raise StoreError(f"{path} is missing") from error
+        raise StoreError(f"{storage.at(name)} is missing") from error
     except ValueError as error:
-        raise StoreError(f"{path} is damaged ({error})") from error
+        raise StoreError(f"{storage.at(name)} is damaged ({error})") from error
 
 
 def _canonical(content: Any) -> bytes:
@@ -233,8 +183,7 @@ class Commit:
         start, stop: its tokens.
         chunks: size in bytes and crc32c of every chunk's numbers, by array.
         post: crc32c of what came out of each norm, by site, where that is not stored.
-        resume_at: where the stream continues after it: the beginning of a batch.
-        state: sha256 of the statistics up to there.
+        state: sha256 of its statistics.
     """
 
     store: str
@@ -243,16 +192,15 @@ class Commit:
     stop: int
     chunks: dict[str, tuple[int, int]]
     post: dict[str, int]
-    resume_at: int
     state: str
 
 
-def commit_file(path: Path, row: int) -> Path:
+def commit_file(row: int) -> str:
     """The record of a row."""
-    return path / "commits" / f"{row:08}.json"
+    return f"commits/{row:08}.json"
 
 
-def write_commit(path: Path, commit: Commit) -> None:
+def write_commit(storage: Storage, commit: Commit) -> None:
     """Add a record to the log.
 
     Raises:
@@ -260,49 +208,70 @@ def write_commit(path: Path, commit: Commit) -> None:
     """
     content = asdict(commit)
     content["sha256"] = identity(content)
-    durable(commit_file(path, commit.row), _canonical(content) + b"\n", path / "scratch", new=True)
+    storage.create(commit_file(commit.row), _canonical(content) + b"\n")
 
 
-def read_commit(path: Path, row: int, store: str) -> Commit:
+def read_commit(storage: Storage, row: int, store: str) -> Commit:
     """The record of a row.
 
     Raises:
         StoreError: it is missing, damaged, or of another store.
     """
-    file = commit_file(path, row)
-    content = read_json(file)
+    file = commit_file(row)
+    content = read_json(storage, file)
     if content.pop("sha256", None) != identity(content):
-        raise StoreError(f"{file} is damaged: its checksum is wrong")
+        raise StoreError(f"{storage.at(file)} is damaged: its checksum is wrong")
     if content["store"] != store or content["row"] != row:
-        raise StoreError(f"{file} belongs to another store, or to another row of it")
-    content["chunks"] = {name: tuple(pair) for name, pair in content["chunks"].items()}
+        raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
+    content["chunks"] = {sys.intern(name): tuple(pair) for name, pair in content["chunks"].items()}
     return Commit(**content)
 
 
-def read_log(path: Path, store: str) -> list[Commit]:
-    """The records from the first row on, up to the first that is not there.
+def read_log(storage: Storage, store: str) -> dict[int, Commit]:
+    """The records that are there, by row. The processes of a run commit theirs apart: while it runs there are gaps.
 
     Raises:
         StoreError: a record is damaged, or of another store.
     """
-    log: list[Commit] = []
-    while commit_file(path, len(log)).exists():
-        log.append(read_commit(path, len(log), store))
-    return log
+    rows = committed_rows(storage)
+    return dict(zip(rows, storage.each(lambda row: read_commit(storage, row, store), rows), strict=True))
+
+
+def committed_rows(storage: Storage) -> list[int]:
+    """The rows that have a record, in order."""
+    return [int(name.removesuffix(".json")) for name in storage.names("commits") if name.endswith(".json")]
+
+
+def state_file(row: int) -> str:
+    """The statistics of a row."""
+    return f"state/{row:08}.safetensors"
+
+
+def read_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
+    """The statistics of a row.
+
+    Raises:
+        StoreError: they are missing or damaged.
+    """
+    file = state_file(commit.row)
+    content = storage.read(file) if storage.size(file) is not None else b""
+    if hashlib.sha256(content).hexdigest() != commit.state:
+        raise StoreError(
+            f"{storage.at(file)} is damaged or missing; this store cannot be finished: capture into another"
+        )
+    return safetensors.torch.load(content)
 
 
 # --- making the arrays -----------------------------------------------------------------------------------------------
 
 
 def create(
-    path: Path, layout: Layout, sites: Sequence[NormSite], rebuilds: Sequence[Rebuild], classes: Sequence[str],
+    storage: Storage, layout: Layout, sites: Sequence[NormSite], rebuilds: Sequence[Rebuild], classes: Sequence[str],
     provenance: dict[str, Any],
 ) -> None:  # fmt: skip
     """Make `hidden.zarr` without any chunk, and the manifest of it."""
-    scratch = path / "scratch" / "hidden.zarr"
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.rmtree(path / "hidden.zarr", ignore_errors=True)
-    root = zarr.create_group(scratch, attributes=provenance)
+    made: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(made), attributes=provenance)
     for spec in layout.arrays:
         shape = (layout.n_tokens * spec.heads, spec.width) if spec.width else (layout.n_tokens,)
         chunks = (layout.chunk * spec.heads, spec.width) if spec.width else (layout.chunk,)
@@ -321,13 +290,10 @@ def create(
                 dtype = str(values.dtype).removeprefix("torch.")
                 array = _array(root, f"sites/{site.key}/{name}", dtype, (site.d,), (site.d,), ("channel",))
                 array[:] = as_numpy(values)
-    files = sorted(file for file in scratch.rglob("*") if file.is_file())
-    sums = {str(file.relative_to(scratch)): _synced_sha256(file) for file in files}
-    for folder in {file.parent for file in files}:
-        sync_folder(folder)
-    durable(path / "manifest.json", _canonical(sums) + b"\n", path / "scratch")
-    os.replace(scratch, path / "hidden.zarr")
-    sync_folder(path)
+    files = {name: made[name].to_bytes() for name in sorted(made)}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    storage.put("manifest.json", _canonical(sums) + b"\n")
+    storage.publish("hidden.zarr", files)
 
 
 def _array(
@@ -341,17 +307,3 @@ def _array(
             chunk_key_encoding={"name": "default", "separator": "."},
             attributes={"dtype": dtype, **about},
         )  # fmt: skip
-
-
-def _synced_sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        os.fsync(content.fileno())
-        return hashlib.sha256(content.read()).hexdigest()
-
-
-def sweep(path: Path) -> None:
-    """Remove what a killed writer left unfinished."""
-    shutil.rmtree(path / "scratch", ignore_errors=True)
-    for folder in ("scratch", "commits", "state"):
-        with contextlib.suppress(FileExistsError):
-            (path / folder).mkdir()

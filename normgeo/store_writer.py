@@ -1,20 +1,18 @@
 """A sink that writes hidden states while the model computes, and commits each row of chunks once it is safe.
 
-The forward pass hands over copies; threads append them to chunk files, checksum and sync those, and write the row's
-record. What waits to be written is bounded: the forward pass waits where the disk is slower. Writing and checksums are
-done outside the interpreter's lock.
+The forward pass hands over copies; threads append them to chunks, checksum and finish those, and write the row's
+record. What waits to be written is bounded: the forward pass waits where the storage is slower. Writing and checksums
+are done outside the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
@@ -27,14 +25,13 @@ from normgeo.errors import StoreError
 from normgeo.rebuild import standardized
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
+from normgeo.storage import NewChunk, Storage
 from normgeo.store_layout import (
     ArraySpec,
     Commit,
     Layout,
     as_numpy,
-    durable,
-    read_log,
-    sync_folder,
+    state_file,
     write_commit,
 )
 from normgeo.tokens import TokenBatch
@@ -42,15 +39,14 @@ from normgeo.tokens import TokenBatch
 __all__ = ["StoreWriter"]
 
 WAITING_BYTES = 512 << 20
-THREADS = 2
 
 
 class _Chunks:
-    """The chunk files of one array, one after the other; without a folder, only their checksums."""
+    """The chunks of one array, one after the other; without a storage, only their checksums."""
 
-    def __init__(self, spec: ArraySpec, layout: Layout, path: Path | None, first_row: int) -> None:
-        self.spec, self.layout, self.path, self.first_row = spec, layout, path, first_row
-        self._file: BinaryIO | None = None
+    def __init__(self, spec: ArraySpec, layout: Layout, storage: Storage | None, rows: Collection[int]) -> None:
+        self.spec, self.layout, self.storage, self.rows = spec, layout, storage, rows
+        self._chunk: NewChunk | None = None
         self._crc = self._written = 0
 
     def add(self, start: int, raw: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -61,43 +57,38 @@ class _Chunks:
             row = start // self.layout.chunk
             end = min(stop, self.layout.stop(row))
             piece, raw = raw[: (end - start) * size], raw[(end - start) * size :]
-            if row >= self.first_row:
-                self._append(piece)
+            if row in self.rows:
+                self._append(row, piece)
                 if end == self.layout.stop(row):
                     yield row, *self._finish(row, end)
             start = end
 
-    def _append(self, piece: np.ndarray) -> None:
+    def _append(self, row: int, piece: np.ndarray) -> None:
         self._crc = google_crc32c.extend(self._crc, piece)  # pyright: ignore
         self._written += len(piece)
-        if self.path is None:
+        if self.storage is None:
             return
-        if self._file is None:
-            part = self.path / "scratch" / (self.spec.name.replace("/", "--") + ".chunk")
-            self._file = part.open("wb", buffering=0)
-        while len(piece):
-            piece = piece[self._file.write(piece.data) :]
+        if self._chunk is None:
+            self._chunk = self.storage.chunk(f"hidden.zarr/{self.spec.chunk_file(row)}")
+        self._chunk.append(piece)
 
     def _finish(self, row: int, end: int) -> tuple[int, int]:
-        if self.path is not None:
+        if self.storage is not None:
             missing = (row + 1) * self.layout.chunk - end
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
-            self._append(np.full(values, self.spec.fill, self.spec.stored).view(np.uint8))
+            self._append(row, np.full(values, self.spec.fill, self.spec.stored).view(np.uint8))
         found = self._written, self._crc
-        if self._file is not None and self.path is not None:
-            self._append(np.array([self._crc], "<u4").view(np.uint8))
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._file.name, self.path / "hidden.zarr" / self.spec.chunk_file(row))
-        self._file, self._crc, self._written = None, 0, 0
+        if self._chunk is not None:
+            self._chunk.append(np.array([self._crc], "<u4").view(np.uint8))
+            self._chunk.finish()
+        self._chunk, self._crc, self._written = None, 0, 0
         return found
 
     def close(self) -> None:
         """Leave an unfinished chunk."""
-        if self._file is not None:
-            self._file.close()
-            Path(self._file.name).unlink(missing_ok=True)
-            self._file = None
+        if self._chunk is not None:
+            self._chunk.abandon()
+            self._chunk = None
 
 
 class _Budget:
@@ -124,26 +115,30 @@ class _Budget:
 
 
 class StoreWriter:
-    """A sink that writes a store; give it to the stream before the statistics, and call `finish` after each batch.
+    """A sink that writes rows of a store; give it to the stream beside the statistics, `finish` after each batch.
+
+    It is given every batch that has tokens of its rows. A row's statistics are those of the batches that begin in it,
+    so that no row's bytes depend on which others are written here.
 
     Args:
-        path: the store.
+        storage: where the store is.
         store: its identity.
         layout: its arrays.
         sites: the sites, in the order of the stream's indices.
-        statistics: their state is committed with every row.
+        statistics: committed with every row, and then begun anew.
+        rows: to write; None for all.
         waiting_bytes: at most so many bytes wait to be written.
-        threads: that write.
+        threads: that write; as many as suit the storage, unless said.
     """
 
     def __init__(
-        self, path: Path, store: str, layout: Layout, sites: Sequence[NormSite], statistics: AngleStatistics, *,
-        waiting_bytes: int = WAITING_BYTES, threads: int = THREADS,
+        self, storage: Storage, store: str, layout: Layout, sites: Sequence[NormSite], statistics: AngleStatistics, *,
+        rows: Collection[int] | None = None, waiting_bytes: int = WAITING_BYTES, threads: int | None = None,
     ) -> None:  # fmt: skip
-        self.path, self.store, self.layout, self.sites = path, store, layout, list(sites)
-        self.statistics, self.committed = statistics, len(read_log(path, store))
-        make = lambda spec, where: _Chunks(spec, layout, where, self.committed)  # noqa: E731
-        self._chunks = {(spec.site, spec.phase): make(spec, path) for spec in layout.arrays}
+        self.storage, self.store, self.layout, self.sites = storage, store, layout, list(sites)
+        self.statistics, self.rows = statistics, range(layout.rows) if rows is None else frozenset(rows)
+        make = lambda spec, where: _Chunks(spec, layout, where, self.rows)  # noqa: E731
+        self._chunks = {(spec.site, spec.phase): make(spec, storage) for spec in layout.arrays}
         self._only_checked: set[tuple[int, str]] = set()
         for site, phase in [key for key in self._chunks if key[1] == "pre"]:
             if (site, "post") not in self._chunks:
@@ -153,22 +148,19 @@ class StoreWriter:
         self._done: dict[int, dict[tuple[int, str], tuple[int, int]]] = defaultdict(dict)
         self._changed, self._failure = threading.Condition(), None
         self._budget = _Budget(waiting_bytes)
-        self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads)]
+        self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads or storage.threads)]
         self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]
         self._threads += [threading.Thread(target=self._guarded, args=(self._commits, self._commit))]
-        self._before: tuple[int, bytes] | None = None
         for thread in self._threads:
             thread.start()
 
     # --- the stream's side -------------------------------------------------------------------------------------------
 
     def begin(self, batch: TokenBatch) -> None:
-        """Hand over the tokens; where a row ends inside the batch, keep the statistics as they are before it."""
+        """Hand over the tokens."""
         self._check()
         self._start, self._n_tokens = batch.start, batch.n_tokens
-        inside = any(self.layout.stop(row) < batch.start + batch.n_tokens for row in self._ending(batch))
-        self._before = (batch.start, self._state()) if inside else None
         for name in ("id", "document", "position"):
             self._hand((-1, name), torch.from_numpy(np.array(getattr(batch, name if name != "id" else "ids")).ravel()))
 
@@ -184,20 +176,15 @@ class StoreWriter:
 
     def finish(self, batch: TokenBatch) -> None:
         """The statistics have the batch: commit the rows that it completed, once they are written."""
-        stop = batch.start + batch.n_tokens
-        for row in self._ending(batch):
-            after = self.layout.stop(row) == stop
-            state = (stop, self._state()) if after or self._before is None else self._before
-            self._commits.put((row, *state))
+        first, stop = batch.start // self.layout.chunk, batch.start + batch.n_tokens
+        for row in range(first, self.layout.rows):
+            if self.layout.stop(row) > stop:
+                break
+            if row in self.rows:
+                state = safetensors.torch.save(self.statistics.state_dict())  # no metadata: their order is random
+                self._commits.put((row, state))
+            self.statistics.clear()
         self._check()
-
-    def _ending(self, batch: TokenBatch) -> list[int]:
-        """The rows to commit whose last token is in the batch."""
-        first, stop = max(self.committed, batch.start // self.layout.chunk), batch.start + batch.n_tokens
-        return [row for row in range(first, self.layout.rows) if batch.start < self.layout.stop(row) <= stop]
-
-    def _state(self) -> bytes:
-        return safetensors.torch.save(self.statistics.state_dict())  # without metadata, whose order is random
 
     def _hand(self, key: tuple[int, str], values: Tensor) -> None:
         spec = self._chunks[key].spec
@@ -239,26 +226,21 @@ class StoreWriter:
         finally:
             self._budget.give(values.nbytes)
 
-    def _commit(self, row: int, resume_at: int, state: bytes) -> None:
+    def _commit(self, row: int, state: bytes) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or len(self._done[row]) == len(self._chunks))
             if self._failure is not None:
                 return
             done = self._done.pop(row)
-        for spec in self.layout.arrays:
-            sync_folder(self.path / "hidden.zarr" / spec.name)
-        durable(self.path / "state" / f"{row:08}.safetensors", state, self.path / "scratch")
+        self.storage.put(state_file(row), state)
         named = {key: self._chunks[key].spec.name for key in done}
         commit = Commit(
             self.store, row, row * self.layout.chunk, self.layout.stop(row),
             {named[key]: done[key] for key in sorted(done) if key not in self._only_checked},
             {self.sites[site].key: done[site, p][1] for site, p in sorted(self._only_checked)},
-            resume_at, hashlib.sha256(state).hexdigest(),
+            hashlib.sha256(state).hexdigest(),
         )  # fmt: skip
-        write_commit(self.path, commit)
-        for old in (self.path / "state").iterdir():
-            if old.name < f"{row:08}":
-                old.unlink()
+        write_commit(self.storage, commit)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

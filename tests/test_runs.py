@@ -1,6 +1,5 @@
 """Runs: what they write, that a kill loses nothing, and that they refuse what they should."""
 
-import errno
 import json
 import os
 import signal
@@ -144,20 +143,10 @@ def test_killed_processes_lose_nothing(tmp_path):
     assert_same(outcome(tmp_path / "whole"), outcome(out))
 
 
-def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, monkeypatch):
+def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk):
     start_run(RunConfig(**SMALL), tmp_path / "whole", progress=False)
-    real, calls = os.fsync, []
-
-    def full(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"disk .* is full.*--resume"):
+    with full_disk(4), pytest.raises(RunError, match=r"disk .* is full.*--resume"):
         start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
-    monkeypatch.setattr(os, "fsync", real)
     assert not list((tmp_path / "cut").rglob("*.partial"))
     resume_run(tmp_path / "cut", progress=False)
     assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
@@ -222,5 +211,5 @@ def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_pa
 
 
 def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):
-    with pytest.raises(DataError, match="ends after 99,289 tokens"):
+    with pytest.raises(DataError, match="ends after 99,309 tokens"):
         start_run(RunConfig(**SMALL | {"tokens": 100_000, "context": 256}), tmp_path / "run", progress=False)

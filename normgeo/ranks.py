@@ -1,0 +1,142 @@
+"""The processes of one run, as `torchrun` starts them: each does its share, and the first speaks for all.
+
+What they tell each other is a few lines of JSON through the launcher's own key-value store, which needs no process
+group and no network between the processes but the one that the launcher has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from normgeo.errors import NormGeoError
+
+__all__ = ["Ranks", "is_first"]
+
+T = TypeVar("T")
+POLL_SECONDS = 0.05
+_meetings = itertools.count()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among those of its run.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many there are.
+        local: its number on its machine, and that of its GPU.
+        store: what they share; None where there is one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    store: Store | None = None
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """What the launcher says: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; else one process.
+
+        Raises:
+            NormGeoError: the launcher's store cannot be reached.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        try:
+            shared, rank, size = next(rendezvous("env://"))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise NormGeoError(f"WORLD_SIZE is {size}, and the other processes cannot be met: {error}") from error
+        store = PrefixStore(f"normgeo/{next(_meetings)}", shared)  # names of an earlier run are not met again
+        return cls(rank, size, int(os.environ.get("LOCAL_RANK", "0")), store)
+
+    def share(self, of: Sequence[T]) -> Sequence[T]:
+        """The part of this process: neighbours stay together, and parts are equal to one."""
+        return of[len(of) * self.rank // self.size : len(of) * (self.rank + 1) // self.size]
+
+    def first(self, name: str, do: Callable[[], T]) -> T:
+        """What the first process gets from `do`, in all of them; as JSON holds it.
+
+        Raises:
+            SystemExit: in the others, silently, where the first failed; it says why itself.
+            NormGeoError: the launcher's store is gone.
+        """
+        if self.store is None:
+            return do()
+        if self.rank == 0:
+            try:
+                value = do()
+            except BaseException:
+                self.store.set(name, "null")
+                raise
+            self.store.set(name, json.dumps([value]))
+            return value
+        answer = json.loads(self._get(name))
+        if answer is None:
+            raise SystemExit(1)
+        return answer[0]
+
+    def done(self, name: str) -> None:
+        """Say that this process has done its share; the first waits for the others to say so."""
+        if self.store is None:
+            return
+        self.store.set(f"{name}/{self.rank}", "done")
+        for other in range(self.size if self.rank == 0 else 0):
+            self._get(f"{name}/{other}")
+
+    def _get(self, name: str) -> bytes:
+        """Wait for a value as long as it takes, and not in C, where signals would wait too."""
+        assert self.store is not None
+        try:
+            while not self.store.check([name]):
+                time.sleep(POLL_SECONDS)
+            return self.store.get(name)
+        except RuntimeError as error:
+            raise NormGeoError(f"the first process of the run has ended: {str(error).splitlines()[0]}") from error
+
+    @contextmanager
+    def told_to_end(self) -> Iterator[None]:
+        """While inside, SIGTERM, by which a launcher ends all processes when one died, is an interruption."""
+        if self.size == 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def take_gpu(self, device: str, device_map: str | None) -> None:
+        """Make this process's GPU the one that `cuda` means.
+
+        Raises:
+            NormGeoError: every process would spread a model over all GPUs of its machine.
+        """
+        if self.size == 1:
+            return
+        if device_map is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+            raise NormGeoError("--device-map gives a model all GPUs of a machine; start one process on each machine")
+        if device in ("auto", "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(self.local)

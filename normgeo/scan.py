@@ -1,0 +1,305 @@
+"""The angles from a store, without the model: rows of chunks side by side, on threads or on a cluster of dask's.
+
+A task reads a few rows of every array and gives their statistics, which are merged in the order of the rows. Sums of
+whole numbers are exact, so that neither the cut into tasks nor who does them shows in the result. There are never more
+tasks under way than twice the workers: memory does not depend on the number of tokens, but for the commit log's sizes
+and checksums, some 200 bytes a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import torch
+from torch import Tensor
+
+from normgeo.angles import AngleTable, select_sites
+from normgeo.errors import NormGeoError, RunError, StoreError
+from normgeo.geometry import Directions
+from normgeo.progress import progress_bar
+from normgeo.runs import default_out, full_disk_explained, save_record, write_results
+from normgeo.sites import NormSite
+from normgeo.statistics import AngleStatistics
+from normgeo.store import ChunkReader, HiddenStateStore
+from normgeo.store_layout import as_numpy, as_torch
+from normgeo.tokens import TokenBatch
+
+__all__ = ["angles_from_store", "run_from_store"]
+
+BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
+TASKS_A_WORKER = 4  # at least, where the store has as many rows
+CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What all tasks have in common; `name` is new for every scan."""
+
+    name: str
+    path: str
+    sites: str | None
+    null: int
+    null_every: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows from `first` up to `stop`, and the batches that begin in them."""
+
+    first: int
+    stop: int
+    batches: list[TokenBatch]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(batch.n_tokens for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Statistics of a task, and the sites whose rebuilt outputs are not the model's to the last bit."""
+
+    state: dict[str, Tensor]
+    differing: set[str]
+
+
+def angles_from_store(
+    path: str | Path, *, null: int = 256, null_every: int = 16, seed: int = 0, sites: str | None = None,
+    batch: int | None = None, scheduler: str | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+) -> AngleTable:  # fmt: skip
+    """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
+
+    Args:
+        path: the store; of an incomplete one, the committed tokens.
+        null: number of random directions in the null ensemble.
+        null_every: the null ensemble meets one token in so many.
+        seed: of the random directions.
+        sites: a pattern for `select_sites`.
+        batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
+        scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
+            one, as many threads as torch has.
+        announce: told where rebuilt outputs are not those of the model to the last bit.
+        progress: show a progress bar.
+
+    Raises:
+        StoreError: the store is damaged, holds nothing, or was captured without its inputs.
+        NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
+    """
+    store = HiddenStateStore(path)
+    if not store.n_tokens:
+        raise StoreError(f"{path} holds no committed tokens yet")
+    if not store.complete:
+        announce(f"{path} is incomplete: {store.n_tokens:,} of {store.layout.n_tokens:,} tokens")
+    identity = store.provenance["identity"]
+    scan = _Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed)
+    with progress_bar(identity["label"], store.n_tokens, enabled=progress) as advance:
+        statistics, differing = _scanned(scan, store, batch or identity["batch"], scheduler, advance)
+    if differing:
+        announce(
+            f"rebuilt outputs at {len(differing)} of {len(statistics.sites)} sites are the model's to rounding, not to "
+            f"the last bit (first {differing[0]}); capture with --phases pre,post for those"
+        )
+    return AngleTable.from_statistics(statistics, identity["label"])
+
+
+def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[AngleTable, Path]:
+    """`angles_from_store`, written to a directory as a run is, with the store's provenance in its `run.json`.
+
+    Raises:
+        StoreError: as for `angles_from_store`.
+        RunError: the directory is not empty.
+    """
+    store = HiddenStateStore(path)
+    where = out or default_out((store.provenance["identity"]["label"],))
+    if where.exists() and (not where.is_dir() or any(where.iterdir())):
+        raise RunError(f"{where} is not empty; give another --out")
+    table = angles_from_store(path, **options)
+    where.mkdir(parents=True, exist_ok=True)
+    with full_disk_explained(where):
+        write_results(table, where)
+        about = store.provenance["identity"]["about"]
+        record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
+        save_record(where, record)
+    return table, where
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def _tasks(store: HiddenStateStore, batch: int, workers: int) -> Iterator[_Task]:
+    """Cut the rows into tasks: long enough that little is read twice, short enough that all workers have some."""
+    chunk, rows = store.layout.chunk, len(store.commit_log)
+    whole = BATCHES_A_TASK * batch * store.provenance["identity"]["about"]["context"] // chunk
+    at_least = max(1, min(whole, rows // (TASKS_A_WORKER * workers)))
+    first, begun = 0, list[TokenBatch]()
+    for piece in store.stream().batches(store.n_tokens, batch):
+        row = piece.start // chunk
+        if row - first >= at_least:
+            yield _Task(first, row, begun)
+            first, begun = row, []
+        begun.append(piece)
+    yield _Task(first, rows, begun)
+
+
+def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: int) -> Iterator[tuple[_Task, _Found]]:
+    """Results in the order of the tasks, of which so many are under way or waiting to be taken."""
+    waiting: deque[tuple[_Task, Any]] = deque()
+    for task in tasks:
+        waiting.append((task, begin(task)))
+        if len(waiting) == at_most:
+            task, future = waiting.popleft()
+            yield task, future.result()
+    while waiting:
+        task, future = waiting.popleft()
+        yield task, future.result()
+
+
+def _scanned(
+    scan: _Scan, store: HiddenStateStore, batch: int, scheduler: str | None, advance: Callable[[int], None]
+) -> tuple[AngleStatistics, list[str]]:
+    """The statistics of all committed tokens, and the sites whose rebuilt outputs are not the model's."""
+    reader, differing = _Reader(scan, store), set[str]()
+    statistics, run = reader.statistics(), functools.partial(_run, scan) if scheduler else reader.run
+    with _cluster(scheduler) if scheduler else _threads() as (submit, workers):
+        tasks = _tasks(store, batch, workers)
+        for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
+            statistics.add_state_dict(found.state)
+            differing |= found.differing
+            advance(task.n_tokens)
+    return statistics, [site.key for site in statistics.sites if site.key in differing]
+
+
+def _run(scan: _Scan, task: _Task) -> _Found:
+    return _reader(scan).run(task)
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(scan: _Scan) -> _Reader:
+    """Opened once in a worker of a cluster."""
+    return _Reader(scan, HiddenStateStore(scan.path))
+
+
+class _Reader:
+    """What a process needs for its tasks."""
+
+    def __init__(self, scan: _Scan, store: HiddenStateStore) -> None:
+        self.scan, self.store, self.sites = scan, store, select_sites(store.sites, scan.sites)
+        widths = sorted({site.d for site in self.sites})
+        self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
+
+    def statistics(self) -> AngleStatistics:
+        """Empty ones."""
+        bos = self.store.provenance["identity"]["about"]["bos"]
+        return AngleStatistics(self.sites, self._directions, bos=bos, null_every=self.scan.null_every)
+
+    def run(self, task: _Task) -> _Found:
+        """Read the task's rows to their ends, and on to the end of its last batch."""
+        statistics, chunk, stop = self.statistics(), self.store.layout.chunk, self.store.layout.stop(task.stop - 1)
+        replays = [_Replay(self.store, site, task.first) for site in self.sites]
+        at = task.first * chunk
+        with torch.inference_mode():
+            for batch in task.batches:
+                for replay in replays if batch.start > at else []:
+                    replay.next(batch.start - at)  # of a batch that the task before has; here for its checksums
+                statistics.begin(batch)
+                for i, replay in enumerate(replays):
+                    pre, post = replay.next(batch.n_tokens)
+                    statistics.take(i, "pre", pre)
+                    statistics.take(i, "post", post)
+                statistics.end()
+                at = batch.start + batch.n_tokens
+        assert at >= stop
+        return _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
+
+
+class _Replay:
+    """What went into and came out of one norm, from the beginning of a row on."""
+
+    def __init__(self, store: HiddenStateStore, site: NormSite, row: int) -> None:
+        self.store, self.site, self.differs = store, site, False
+        self._pre = ChunkReader(store, store.spec(site.key, "pre"), row)
+        stored = any(spec.name == f"sites/{site.key}/post" for spec in store.layout.arrays)
+        self._post = ChunkReader(store, store.spec(site.key, "post"), row) if stored else None
+        self._rebuild = None if stored else store.rebuild(site)
+        self._at, self._crc = row * store.layout.chunk, 0
+
+    def next(self, n: int) -> tuple[Tensor, Tensor]:
+        """The vectors of the next `n` tokens, before and after the norm."""
+        spec = self._pre.spec
+        pre = as_torch(self._pre.read(n), spec.dtype)
+        if self._post is not None:
+            return pre, as_torch(self._post.read(n), spec.dtype)
+        assert self._rebuild is not None
+        post = self._rebuild(pre, self.site.eps)
+        self._compare(as_numpy(post).reshape(-1).view(np.uint8), n, spec.token_bytes)
+        return pre, post
+
+    def _compare(self, raw: np.ndarray, n: int, size: int) -> None:
+        """Compare the checksum of what is rebuilt with that of what the model gave, row by row."""
+        while n:
+            commit = self.store.commit_log[self._at // self.store.layout.chunk]
+            taken = min(n, commit.stop - self._at)
+            self._crc = google_crc32c.extend(self._crc, raw[: taken * size])  # pyright: ignore
+            raw, n, self._at = raw[taken * size :], n - taken, self._at + taken
+            if self._at == commit.stop:
+                self.differs |= self._crc != commit.post[self.site.key]
+                self._crc = 0
+
+
+# --- who does them ---------------------------------------------------------------------------------------------------
+
+Submit = Callable[..., Any]
+
+
+@contextmanager
+def _threads() -> Iterator[tuple[Submit, int]]:
+    """As many threads as torch has, each with one of its own: reading and arithmetic are done outside Python's lock."""
+    workers = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool.submit, workers
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(workers)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[tuple[Submit, int]]:
+    """The workers of a dask.distributed cluster.
+
+    Raises:
+        NormGeoError: dask is not installed, nobody answers at the address, there are no workers, or they die.
+    """
+    try:
+        import distributed
+        from distributed.comm.addressing import get_address_host_port
+    except ImportError as error:
+        raise NormGeoError("--scheduler needs dask.distributed: pip install 'normgeo[dask]'") from error
+    try:
+        get_address_host_port(address, strict=True)
+        client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=CONNECT_SECONDS)
+        except TimeoutError as error:
+            raise NormGeoError(f"the dask scheduler at {address} has no workers: start some") from error
+        try:
+            yield functools.partial(client.submit, pure=False), sum(client.nthreads().values())
+        except (distributed.KilledWorker, CancelledError) as error:
+            raise NormGeoError(f"the dask cluster at {address} lost its workers: {error}") from error
+        except ModuleNotFoundError as error:
+            raise NormGeoError(f"the workers of {address} lack a package ({error}); install normgeo there") from error

@@ -1,0 +1,347 @@
+"""Where a store lies, seen as names and bytes: below a directory here, below a URL in `objects`.
+
+A store's safety rests on what both promise. What was put is there whole or not at all, after a kill and after a power
+cut; `create` never replaces what is there; and whoever holds the lock writes alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
+from normgeo.errors import StoreError
+
+__all__ = ["Disk", "NewChunk", "Storage"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class NewChunk(ABC):
+    """A chunk while it grows; there under its name only once it is finished."""
+
+    @abstractmethod
+    def append(self, piece: np.ndarray) -> None:
+        """Add bytes."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make it safe, under its name."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+
+
+class Storage(ABC):
+    """Files below one place, by names with slashes.
+
+    Attributes:
+        address: the directory or URL, as it was given.
+        absolute: the same for a process that works in another directory.
+        threads: chunks to write at once.
+        largest: bytes of a chunk at most; None for any number.
+    """
+
+    address: str
+    absolute: str
+    threads: int
+    largest: int | None
+
+    def __str__(self) -> str:
+        return self.address
+
+    @abstractmethod
+    def at(self, name: str) -> str:
+        """A file's own address, for messages."""
+
+    @abstractmethod
+    def occupied(self) -> bool:
+        """Whether anything is there that is no trace of a writer."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """The files right below a folder, in order, without its name."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """All of a file.
+
+        Raises:
+            FileNotFoundError: it is missing.
+        """
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """Fill arrays of bytes from a file, one after the other, from its byte `start` on; gives how many there were.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    @abstractmethod
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file, in place of another that may be there."""
+
+    @abstractmethod
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file that is not there yet.
+
+        Raises:
+            StoreError: it is there.
+        """
+
+    @abstractmethod
+    def publish(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Write a folder of files; the shallowest of them is there last."""
+
+    @abstractmethod
+    def chunk(self, name: str) -> NewChunk:
+        """Begin a chunk."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove everything."""
+
+    @abstractmethod
+    def writing(self, run: str | None = None) -> AbstractContextManager[str]:
+        """Keep all others from writing; gives the name of the run, with which its other processes join it.
+
+        A run begins alone, and removes what a killed writer left unfinished.
+
+        Raises:
+            StoreError: another run writes, or the run that is to be joined writes something else.
+        """
+
+    @abstractmethod
+    def results(self) -> AbstractContextManager[Path]:
+        """A directory whose files are part of the place, at the end at the latest."""
+
+    @abstractmethod
+    def free(self) -> int | None:
+        """Bytes that still fit; None where nobody knows."""
+
+    @abstractmethod
+    def rate(self) -> float:
+        """Bytes a second that are written, one chunk after the other, tried."""
+
+    @abstractmethod
+    def zarr(self, folder: str) -> Any:
+        """What zarr opens to read a folder."""
+
+    def each(self, do: Callable[[T], R], of: Iterable[T]) -> Iterable[R]:
+        """What `do` gives for each, in order; side by side where that is faster."""
+        return map(do, of)
+
+
+class Disk(Storage):
+    """Files below a directory: written beside their names, synced, and renamed."""
+
+    threads = 2
+    largest = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.address, self.absolute = path, str(path), str(path.resolve())
+
+    def at(self, name: str) -> str:
+        """A file's path."""
+        return str(self.path / name)
+
+    def occupied(self) -> bool:
+        """Whether there is a file, or a directory with more than a lock in it."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return bool({p.name for p in self.path.iterdir()} - {"lock", "scratch"})
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        file = self.path / name
+        return file.stat().st_size if file.is_file() else None
+
+    def names(self, folder: str) -> list[str]:
+        """The files right below a folder, in order."""
+        place = self.path / folder
+        return sorted(p.name for p in place.iterdir() if p.is_file()) if place.is_dir() else []
+
+    def read(self, name: str) -> bytes:
+        """All of a file."""
+        return (self.path / name).read_bytes()
+
+    def read_into(self, name: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """Fill arrays of bytes, without a copy of them in between."""
+        with (self.path / name).open("rb", buffering=0) as file:
+            file.seek(start)
+            return sum(file.readinto(part.data) or 0 for part in parts)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file."""
+        with self._part(name, content) as part:
+            os.replace(part, self.path / name)
+        _sync((self.path / name).parent)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file that is not there yet."""
+        try:
+            with self._part(name, content) as part:
+                os.link(part, self.path / name)
+        except FileExistsError as error:
+            raise StoreError(f"{self.at(name)} is already there: another process writes this store") from error
+        _sync((self.path / name).parent)
+
+    @contextmanager
+    def _part(self, name: str, content: bytes) -> Iterator[Path]:
+        part = self._unfinished(name)
+        try:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _unfinished(self, name: str) -> Path:
+        return self.path / "scratch" / (name.replace("/", "--") + ".part")
+
+    def publish(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Write all files elsewhere, then rename the folder."""
+        part = self._unfinished(folder)
+        for name, content in files.items():
+            file = part / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+        for inside in {parent for name in files for parent in (part / name).parents if parent.is_relative_to(part)}:
+            _sync(inside)
+        shutil.rmtree(self.path / folder, ignore_errors=True)
+        os.replace(part, self.path / folder)
+        _sync((self.path / folder).parent)
+
+    def chunk(self, name: str) -> NewChunk:
+        """A file that grows beside its name."""
+        return _ChunkFile(self._unfinished(name), self.path / name)
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.path)
+
+    @contextmanager
+    def writing(self, run: str | None = None) -> Iterator[str]:
+        """Hold the system's lock on a file: alone to put the run's name into it, then shared with those who know it.
+
+        It is free again when the last of them has ended, however it ended.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a+") as file:
+            begins = run is None
+            try:
+                if run is None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    run = uuid.uuid4().hex
+                    file.truncate(0)
+                    file.write(run)
+                    file.flush()
+                    os.fsync(file.fileno())
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StoreError(
+                    f"another process writes {self}; wait for it to end, or give another --store"
+                ) from error
+            file.seek(0)
+            if file.read() != run:  # between the two locks another run may have begun
+                raise StoreError(
+                    f"{self} is not the store that this run's first process writes; all of them need one file system"
+                )
+            if begins:
+                shutil.rmtree(self.path / "scratch", ignore_errors=True)
+                for folder in ("scratch", "commits", "state"):
+                    (self.path / folder).mkdir(exist_ok=True)
+            yield run
+            if begins:
+                (self.path / "scratch").rmdir()
+
+    @contextmanager
+    def results(self) -> Iterator[Path]:
+        """The directory itself."""
+        yield self.path
+
+    def free(self) -> int | None:
+        """Free bytes of the disk."""
+        return shutil.disk_usage(self._folder()).free
+
+    def rate(self, nbytes: int = 64 << 20) -> float:
+        """Bytes a second of a sequential write, fsync included."""
+        block, file = np.random.default_rng(0).bytes(min(nbytes, 16 << 20)), self._folder() / f".rate-{os.getpid()}"
+        blocks = max(1, nbytes // len(block))
+        try:
+            began = time.perf_counter()
+            with file.open("wb", buffering=0) as out:
+                for _ in range(blocks):
+                    out.write(block)
+                os.fsync(out.fileno())
+            return blocks * len(block) / (time.perf_counter() - began)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _folder(self) -> Path:
+        """The directory, or the nearest above it that is there."""
+        path = self.path.resolve()
+        return next(p for p in (path, *path.parents) if p.is_dir())
+
+    def zarr(self, folder: str) -> Path:
+        """The folder."""
+        return self.path / folder
+
+
+class _ChunkFile(NewChunk):
+    def __init__(self, part: Path, path: Path) -> None:
+        self._part, self._path = part, path
+        self._file: BinaryIO = part.open("wb", buffering=0)
+
+    def append(self, piece: np.ndarray) -> None:
+        while len(piece):
+            piece = piece[self._file.write(piece.data) :]
+
+    def finish(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._part, self._path)
+        _sync(self._path.parent)
+
+    def abandon(self) -> None:
+        self._file.close()
+        with suppress(FileNotFoundError):
+            self._part.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Make names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

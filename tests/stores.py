@@ -1,0 +1,32 @@
+"""Small stores: captured from a tiny model and 40 sequences of 20 ids, in rows of 64 tokens or fewer, unless said."""
+
+import hashlib
+
+from normgeo.capture import CaptureConfig, start_capture
+from normgeo.runs import RunConfig
+
+N, CONTEXT = 700, 20
+
+
+def config(home, model="gpt2", phases=("pre",), n=N, chunk=64, **changes):
+    options = {"data": str(home / "ids.npy"), "tokens": n, "batch": 3, "null": 8, "device": "cpu"} | changes
+    return CaptureConfig(RunConfig((str(home / model),), **options), phases, chunk * 32 * 4)
+
+
+def captured(home, path, *args, **changes):
+    start_capture(config(home, *args, **changes), path, progress=False)
+    return path
+
+
+def content(path):
+    """Every byte that counts: all but dates and command lines."""
+    found = {}
+    for part in ("hidden.zarr", "commits", "state"):
+        for file in sorted((path / part).rglob("*")):
+            if file.is_file() and file != path / "hidden.zarr/zarr.json":
+                found[str(file.relative_to(path))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def a_chunk(path, row=2):
+    return sorted((path / "hidden.zarr").rglob(f"pre/c.{row}.0"))[1]

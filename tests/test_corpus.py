@@ -1,0 +1,88 @@
+"""Training data: the seed's order, streams that resume."""
+
+import json
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+from training_zoo import text_like
+
+from normgeo import corpus
+from normgeo.corpus import Shuffled, Streamed, open_corpus
+from normgeo.errors import DataError
+
+
+def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
+    first_corpus, again = Shuffled(text_like(), 16, 0), Shuffled(text_like(), 16, 0)
+    first = first_corpus.take(300)  # more than one pass
+    assert not torch.equal(first, Shuffled(text_like(), 16, 1).take(300))
+    again.seek({"next": 250})
+    assert torch.equal(again.take(50), first[250:])
+    assert again.position() == first_corpus.position() == {"next": 300}
+    with pytest.raises(DataError, match="training needs more than 16 tokens"):
+        Shuffled(text_like(16), 16, 0)
+
+
+def test_a_stream_resumes_where_it_was(tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"Number {i}. " + "A fox and a dog. " * (i % 5)}) for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+
+    def dataset():
+        return datasets.load_dataset(
+            "json", data_files=str(tmp_path / "text.jsonl"), split="train", streaming=True, cache_dir=str(tmp_path)
+        )
+
+    stream = Streamed(dataset, tokenizer, 16, "test", {"Number 0. "})
+    stream.take(7)
+    position = json.loads(json.dumps(stream.position()))
+    after = stream.take(200)  # into the next pass
+    resumed = Streamed(dataset, tokenizer, 16, "test", {"Number 0. "})
+    resumed.seek(position)
+    assert torch.equal(resumed.take(200), after)
+    assert (after == tokenizer.eos_token_id).sum() > 20
+    with pytest.raises(DataError, match=r"could not stream .*--data a file"):
+        open_corpus("openwebtext", tokenizer, 16, 0)
+
+
+def test_without_a_network_the_hub_is_one_quick_error(normgeo, tmp_path, monkeypatch):
+    """Offline by setting, and by a hub that refuses connections, which clients would otherwise try again and again."""
+    for setting in ("offline", "refused"):
+        with monkeypatch.context() as patch:
+            if setting == "refused":
+                patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+                patch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+                patch.setattr(huggingface_hub.hf_api, "ENDPOINT", "http://127.0.0.1:9", raising=False)
+            patch.setattr(huggingface_hub.HfApi, "dataset_info", counted := Counted(huggingface_hub.HfApi.dataset_info))
+            patch.setattr(datasets, "load_dataset", None)  # not reached
+            status, _, error = normgeo("train", "--size", "70m", "--out", tmp_path / "new")
+        said = " ".join(error.split())
+        assert status == 1
+        assert said.startswith("error: could not stream Skylion007/openwebtext: ")
+        assert said.endswith("Without a network, give --data a file of text, or --data sample")
+        assert counted.times == 1
+        assert not (tmp_path / "new").exists()
+
+
+class Counted:
+    def __init__(self, function):
+        self.function, self.times = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.times += 1
+        return self.function(huggingface_hub.HfApi(), *args, **kwargs)
+
+
+def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
+    """What is asked of the hub, and the column that is read; what else a row holds is left aside."""
+    asked, documents = [], [{"text": "A fox.", "title": "no"}, {"text": "A dog.", "title": "no"}]
+
+    def load_dataset(*names, **options):
+        asked.append((names, options))
+        return datasets.IterableDataset.from_generator(lambda: iter(documents))
+
+    monkeypatch.setattr(corpus, "check_hub", lambda data: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    ids = open_corpus("openwebtext", tokenizer, 8, 0).take(1)[0].tolist()
+    assert tokenizer.decode(ids) == "A fox.<|endoftext|>A dog."
+    assert asked[0] == (("Skylion007/openwebtext",), {"split": "train", "streaming": True})

@@ -1,0 +1,266 @@
+"""Stores in an object store are those on a disk, file by file, whoever killed what."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from bucket import served
+from stores import CONTEXT, N, captured, config, content
+from test_ranks import by_ranks
+
+from normgeo import AngleTable, HiddenStateStore
+from normgeo.capture import resume_capture, start_capture
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.objects import storage_at
+from normgeo.scan import angles_from_store
+from normgeo.store import verify
+
+pytestmark = pytest.mark.usefixtures("no_figures")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def remote(server, home):
+    """A store in the bucket that tests only read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normgeo.runs._draw", lambda table, folder: None)
+        return captured(home, "s3://bucket/a/store")
+
+
+@pytest.fixture
+def url(server, tmp_path):
+    return f"s3://bucket/{tmp_path.name}/store"
+
+
+def files(url):
+    """All that is there."""
+    storage = storage_at(url)
+    pages = storage._ob.list(storage._objects)
+    return {found["path"]: storage.read(found["path"]) for page in pages for found in page}
+
+
+def remote_content(url):
+    """What `content` gives of a store on a disk."""
+    return {
+        name: hashlib.sha256(raw).hexdigest()
+        for name, raw in sorted(files(url).items())
+        if name.split("/")[0] in ("hidden.zarr", "commits", "state") and name != "hidden.zarr/zarr.json"
+    }
+
+
+# --- the same store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_it_is_the_store_on_a_disk_file_by_file(home, server, tmp_path, scheme):
+    lines, setup = [], config(home, "llama", ("pre", "standardized", "post"), dtype="bfloat16")
+    url = f"{scheme}://bucket/{tmp_path.name}"
+    start_capture(setup, url, announce=lines.append, progress=False)
+    start_capture(setup, tmp_path / "s", progress=False)
+    assert remote_content(url) == content(tmp_path / "s")
+    there, here = files(url), {p.relative_to(tmp_path / "s").as_posix(): p for p in (tmp_path / "s").rglob("*")}
+    assert set(there) == {name for name, path in here.items() if path.is_file()} - {"lock"}
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+        assert there[name] == here[name].read_bytes()
+    record, local = json.loads(there["store.json"]), json.loads(here["store.json"].read_text())
+    assert (record["layout"], record["status"]) == (local["layout"], "complete")
+    chunks = sum(
+        len(raw) for name, raw in there.items() if "/c." in name and name.split("/")[-2] not in ("gain", "bias")
+    )
+    assert f"exactly {chunks:,} bytes (an object store says nothing of free space)" in lines[0]
+    assert verify(url) == verify(tmp_path / "s")
+
+
+def test_what_is_read_from_it(home, remote, store):
+    found, local = HiddenStateStore(remote), HiddenStateStore(store)
+    assert found.complete
+    assert found.store_id == local.store_id
+    assert found.commit_log == local.commit_log
+    for site in local.sites:
+        np.testing.assert_array_equal(np.asarray(found.open(site.key)), np.asarray(local.open(site.key)))
+        for ours, theirs in zip(found.open(site.key).batches(99), local.open(site.key).batches(99), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = (angles_from_store(place, null=8, progress=False) for place in (remote, store))
+    pd.testing.assert_frame_equal(ours.frame, theirs.frame, check_exact=True)
+    pd.testing.assert_frame_equal(ours.sinks, theirs.sinks, check_exact=True)
+
+
+def test_several_processes_write_it(home, url, store):
+    found = by_ranks(3, lambda ranks: start_capture(config(home), url, ranks=ranks, progress=False))
+    assert [type(each) for each in found] == [AngleTable, type(None), type(None)]
+    assert remote_content(url) == content(store)
+    assert storage_at(url).size("lock") is None
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dask_arrays_hold_the_numbers(home, url, tmp_path, where, dtype):
+    path = captured(home, url if where == "bucket" else tmp_path / "s", "llama", n=300, dtype=dtype)
+    store = HiddenStateStore(path)
+    states = store.open(store.sites[2].key, "pre")
+    found = states.dask()
+    assert found.chunks[0][:2] == (store.layout.chunk,) * 2
+    np.testing.assert_array_equal(found.compute(scheduler="synchronous"), states.torch().float().numpy())
+
+
+def test_dask_arrays_need_dask(store, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dask.array", None)
+    with pytest.raises(NormGeoError, match=r"pip install 'normgeo\[dask\]'"):
+        HiddenStateStore(store).open(HiddenStateStore(store).sites[0].key).dask()
+
+
+def test_damage_is_named(home, url):
+    captured(home, url, n=200)
+    storage = storage_at(url)
+    site = HiddenStateStore(url).sites[1].key
+    chunk = f"hidden.zarr/sites/{site}/pre/c.1.0"
+    for name in (chunk, f"hidden.zarr/sites/{site}/zarr.json", "commits/00000001.json", "state/00000001.safetensors"):
+        whole = storage.read(name)
+        raw = bytearray(whole)
+        raw[len(raw) // 2] ^= 1
+        storage.put(name, bytes(raw))
+        _, problems = verify(url)
+        assert len(problems) == 1
+        assert problems[0].startswith(f"{url}/{name} is damaged")
+        if name == chunk:
+            with pytest.raises(StoreError, match=r"c\.1\.0 is damaged"):
+                angles_from_store(url, null=4, progress=False)
+        storage.put(name, whole)
+    assert verify(url)[1] == []
+    storage.put(chunk, storage.read(chunk)[:-100])
+    storage.delete(chunk.replace("c.1.0", "c.0.0"))
+    problems = " ".join(verify(url)[1])
+    assert f"{url}/{chunk} is truncated" in problems
+    assert "c.0.0 is missing" in problems
+    with pytest.raises(StoreError, match=r"c\.0\.0 cannot be read"):
+        angles_from_store(url, null=4, progress=False)
+
+
+# --- interruptions and other writers ----------------------------------------------------------------------------------
+
+CODE = """
+import sys
+from pathlib import Path
+import torch; torch.set_num_threads(1)
+from normgeo import capture, runs
+from normgeo.objects import storage_at
+from normgeo.runs import RunConfig
+runs._draw = lambda table, folder: None
+home, out = Path(sys.argv[1]), sys.argv[2]
+run = RunConfig((str(home / "gpt2"),), str(home / "many.npy"), batch=3, null=8, device="cpu")
+config = capture.CaptureConfig(run, ("pre", "post"), 256 * 32 * 4)
+print("ready", flush=True)
+if storage_at(out).size("store.json") is None:
+    capture.start_capture(config, out, progress=False)
+else:
+    capture.resume_capture(out, progress=False)
+"""
+
+
+def launch(home, out):
+    return subprocess.Popen([sys.executable, "-c", CODE, str(home), str(out)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def finished(process):
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err.decode()
+
+
+def test_killed_processes_lose_nothing(home, url, tmp_path):
+    """Killed at random moments, one of them for certain among its commits."""
+    np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 400)), CONTEXT)))
+    finished(launch(home, tmp_path / "whole"))
+    rng, storage = random.Random(0), storage_at(url)
+    for kill in range(int(os.environ.get("ROUNDS", 2))):
+        process, had = launch(home, url), len(storage.names("commits"))
+        process.stdout.readline()
+        if kill == 0:
+            while len(storage.names("commits")) <= had and process.poll() is None:
+                time.sleep(0.01)
+            assert process.poll() is None
+        else:
+            time.sleep(rng.uniform(0.0, 2.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if storage.size("angles.parquet") is not None:
+            break
+    if json.loads(storage.read("store.json"))["status"] != "complete":
+        finished(launch(home, url))
+    assert remote_content(url) == content(tmp_path / "whole")
+    assert verify(url)[1] == []
+    assert storage.size("lock") is None
+
+
+def test_a_second_writer_is_refused(home, url):
+    storage = storage_at(url)
+    with storage.writing(), pytest.raises(StoreError, match=rf"another process writes {url}: process {os.getpid()} of"):
+        captured(home, url)
+    captured(home, url)
+    record = json.loads(storage.read("store.json"))
+    storage.put("store.json", json.dumps(record | {"status": "running"}).encode())
+    for name in storage.names("commits")[3:]:
+        storage.delete(f"commits/{name}")
+    before = remote_content(url)
+    storage.create("commits/00000005.json", storage.read("commits/00000000.json"))  # by a writer that the lock missed
+    with pytest.raises(StoreError, match="belongs to another store, or to another row"):
+        resume_capture(url, progress=False)
+    storage.delete("commits/00000005.json")
+    assert remote_content(url) == before
+    resume_capture(url, progress=False)
+    assert HiddenStateStore(url).n_tokens == N
+
+
+def test_where_nothing_was_captured_nothing_is_left(home, url, monkeypatch):
+    def failing(*args):
+        raise StoreError("the disk is on fire")
+
+    monkeypatch.setattr("normgeo.store_writer.write_commit", failing)
+    with pytest.raises(StoreError, match="on fire"):
+        captured(home, url)
+    assert files(url) == {}
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_commands(normgeo, home, url, monkeypatch):
+    options = ("--data", home / "ids.npy", "--tokens", 100, "--null", 4)
+    status, out, err = normgeo("capture", home / "gpt2", "--store", url, *options)
+    assert status == 0, err
+    assert f"{url}: hidden.zarr, commits/" in out
+    assert normgeo("verify", url)[0] == 0
+    status, _, err = normgeo("angles", "--store", url, "--null", 4, "--out", "a")
+    assert status == 0, err
+    assert json.loads(Path("a/run.json").read_text())["store"] == url
+    for words, message in (
+        (("capture", home / "gpt2", "--store", url, *options), "already holds a store (complete)"),
+        (("capture", "--resume", url), "is complete; normgeo angles --store s3://"),
+        (("capture", home / "gpt2", "--store", url.removesuffix("/store"), *options), "is no store; give another"),
+        (("capture", home / "gpt2", "--store", f"{url}2", *options, "--chunk-mib", 64), "at most 32 MiB"),
+        (("verify", f"{url}2"), "is no store of hidden states"),
+        (("verify", "s3://missing/x"), "there is no bucket missing"),
+        (("angles", "--store", "az://bucket/x"), "s3://bucket/prefix"),
+    ):
+        status, _, err = normgeo(*words)
+        assert status == 1
+        assert message in err
+        assert "Traceback" not in err
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert "pip install 'normgeo[objects]'" in normgeo("verify", url)[2]

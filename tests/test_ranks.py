@@ -1,0 +1,187 @@
+"""Captures by several processes: the same bytes whoever computes a row, and whoever dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from stores import CONTEXT, captured, config, content
+from torch.distributed import HashStore
+
+from normgeo import AngleTable, HiddenStateStore, capture
+from normgeo.capture import CaptureConfig, resume_capture, start_capture
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.ranks import Ranks
+from normgeo.runs import RunConfig
+from normgeo.storage import Disk
+from normgeo.store import verify
+
+pytestmark = pytest.mark.usefixtures("no_figures")
+ROOT = Path(__file__).parent.parent
+
+
+def by_ranks(size, do):
+    """What `do(ranks=...)` gives in each of several ranks. They are threads, except that models are loaded in turn."""
+    meeting, loading, loaded, prepare = HashStore(), threading.Lock(), threading.Barrier(size), capture.prepare
+
+    def prepared(*args):
+        with loading:  # transformers changes what is global meanwhile
+            job = prepare(*args)
+        loaded.wait(200)
+        return job
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
+        patch.setattr(capture, "prepare", prepared)
+        futures = [pool.submit(do, ranks=Ranks(rank, size, rank, meeting)) for rank in range(size)]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "phases", "changes"),
+    [(2, "gpt2", ("pre",), {}), (3, "llama", ("pre", "post"), {"dtype": "bfloat16", "batch": 16}),
+     (5, "gpt2", ("pre",), {"context": 7}), (13, "gpt2", ("pre",), {})],
+)  # fmt: skip
+def test_the_number_of_processes_does_not_show(home, tmp_path, size, model, phases, changes):
+    alone = captured(home, tmp_path / "alone", model, phases, **changes)
+    setup, path = config(home, model, phases, **changes), tmp_path / "together"
+    tables = by_ranks(size, lambda ranks: start_capture(setup, path, ranks=ranks, progress=False))
+    assert tables[1:] == [None] * (size - 1)
+    assert content(path) == content(alone)
+    pd.testing.assert_frame_equal(tables[0].frame, AngleTable.load(alone).frame, check_exact=True)
+    pd.testing.assert_frame_equal(AngleTable.load(path).sinks, AngleTable.load(alone).sinks, check_exact=True)
+
+
+def test_batches_of_other_shapes_would_show(home, tmp_path, store):
+    """The comparison sees a batch cut at a row's end: that null ensembles and states are equal is no accident."""
+    other = content(captured(home, tmp_path / "s", batch=2))
+    assert {name for name, sha in content(store).items() if other[name] != sha} > {"state/00000001.safetensors"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_that_are_missing_anywhere_are_computed_by_any_number(copy, store, size):
+    for row in (0, 3, 4, 9):
+        (copy / f"commits/{row:08}.json").unlink()
+        for file in (copy / "hidden.zarr").rglob(f"c.{row}*"):
+            if file.parent.name in ("pre", "id", "document", "position"):
+                file.unlink()
+    record = json.loads((copy / "store.json").read_text())
+    (copy / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    assert HiddenStateStore(copy).n_tokens == 0
+    assert verify(copy)[1] == []
+    if size == 1:
+        resume_capture(copy, progress=False)
+    else:
+        by_ranks(size, lambda ranks: resume_capture(copy, ranks=ranks, progress=False))
+    assert content(copy) == content(store)
+
+
+def test_what_the_first_process_refuses_ends_all(home, copy):
+    found = by_ranks(3, lambda ranks: start_capture(config(home), copy, ranks=ranks, progress=False))
+    assert "already holds a store" in str(found[0])
+    assert [type(error) for error in found[1:]] == [SystemExit] * 2
+
+
+def test_one_run_at_a_time(home, copy):
+    record = json.loads((copy / "store.json").read_text())
+    (copy / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    with Disk(copy).writing() as run:
+        with Disk(copy).writing(run), pytest.raises(StoreError, match="another process writes"):
+            resume_capture(copy, progress=False)
+        with pytest.raises(StoreError, match="one file system"), Disk(copy).writing("another run"):
+            pass
+
+
+def test_the_lock_is_held_until_the_last_process_has_ended(copy):
+    joined, leave = threading.Event(), threading.Event()
+
+    def stay(run):
+        with Disk(copy).writing(run):
+            joined.set()
+            leave.wait(10)
+
+    with Disk(copy).writing() as run:
+        other = threading.Thread(target=stay, args=(run,))
+        other.start()
+        assert joined.wait(10)
+    with pytest.raises(StoreError, match="another process writes"), Disk(copy).writing():
+        pass
+    leave.set()
+    other.join()
+    with Disk(copy).writing():
+        pass
+
+
+def test_a_model_over_all_gpus_needs_a_machine_of_its_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(NormGeoError, match="one process on each machine"):
+        Ranks(1, 2, 1, HashStore()).take_gpu("auto", "auto")
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    )
+
+
+def test_the_command_under_torchrun(tmp_path):
+    words = ("--tokens", 5000, "--context", 100, "--null", 8, "--chunk-mib", 1, "--device", "cpu")
+    process = torchrun("-m", "normgeo", "capture", "embedded-layernorm", "--store", tmp_path / "two", *words)
+    run = RunConfig(("embedded-layernorm",), tokens=5000, context=100, null=8, device="cpu", keep="none")
+    start_capture(CaptureConfig(run, chunk_bytes=1 << 20), tmp_path / "one", progress=False)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.count("exactly") == out.count("store.json") == 1
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from normgeo import runs
+from normgeo.capture import CaptureConfig, start_capture
+runs._draw = lambda table, folder: None
+run = runs.RunConfig((sys.argv[1],), sys.argv[2], batch=3, null=8, device="cpu")
+start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), Path(sys.argv[3]), progress=False)
+"""
+
+
+def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, tmp_path):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1000, CONTEXT)))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = RunConfig((str(home / "gpt2"),), str(tmp_path / "ids.npy"), batch=3, null=8, device="cpu")
+    process = torchrun(tmp_path / "script.py", home / "gpt2", tmp_path / "ids.npy", tmp_path / "cut")
+    start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), tmp_path / "whole", progress=False)
+    rows = HiddenStateStore(tmp_path / "whole").layout.rows
+    mine = tmp_path / f"cut/commits/{rows // 2:08}.json"  # the first of the second process's
+    until = time.monotonic() + 200
+    while not mine.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.005)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == "1":
+            child.send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "SIGKILL" in err
+    committed = set(HiddenStateStore(tmp_path / "cut").committed)
+    assert rows // 2 in committed
+    assert len(committed) < rows
+    assert not (tmp_path / "cut/angles.parquet").exists()
+    by_ranks(3, lambda ranks: resume_capture(tmp_path / "cut", ranks=ranks, progress=False))
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert AngleTable.load(tmp_path / "cut").frame.equals(AngleTable.load(tmp_path / "whole").frame)

@@ -1,0 +1,139 @@
+"""The scan of a store: on threads, on a cluster, in the memory of a few rows, and always the same numbers."""
+
+import tracemalloc
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from stores import CONTEXT, a_chunk, captured
+
+from normgeo import AngleTable, HiddenStateStore, scan
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.scan import angles_from_store
+from normgeo.statistics import BINS, AngleStatistics
+from normgeo.store_layout import read_state
+
+pytestmark = pytest.mark.usefixtures("no_figures")
+
+
+@pytest.fixture
+def threads():
+    """Three threads for a scan; torch has one otherwise."""
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        yield cluster.scheduler_address
+
+
+@pytest.fixture
+def scanned(monkeypatch):
+    """The statistics that a table is made of."""
+    kept, real = [], AngleTable.from_statistics
+
+    def keep(statistics, model):
+        kept.append(statistics.state_dict())
+        return real(statistics, model)
+
+    monkeypatch.setattr(AngleTable, "from_statistics", keep)
+    return kept
+
+
+def assert_the_captures_own(path, table, state):
+    """The table is the capture's, and every sum and every count of the histograms."""
+    pd.testing.assert_frame_equal(table.frame, AngleTable.load(path).frame, check_exact=True)
+    pd.testing.assert_frame_equal(table.sinks, AngleTable.load(path).sinks, check_exact=True)
+    store = HiddenStateStore(path)
+    rows = [read_state(store.storage, commit) for commit in store.commit_log]
+    for name in ("deviation", "square", "energy", "norm", "null_deviation", "null_square", "null_energy"):
+        assert torch.equal(state[name], torch.stack([row[name] for row in rows]).sum(0)), name
+    counts = torch.zeros(len(store.sites) * 9 * BINS, dtype=torch.int64)
+    for row in rows:
+        counts[row["histogram_bins"]] += row["histogram_counts"]
+    assert torch.equal(counts.nonzero()[:, 0], state["histogram_bins"])
+    assert torch.equal(counts[counts > 0], state["histogram_counts"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch": 16}, {"context": 7, "phases": ("pre", "post")}])
+def test_threads_give_the_captures_own_numbers(home, tmp_path, threads, scanned, changes):
+    path = captured(home, tmp_path / "s", **changes)
+    scanned.clear()
+    table = angles_from_store(path, null=8, progress=False)
+    assert_the_captures_own(path, table, scanned[0])
+    assert torch.get_num_threads() == 3
+
+
+def test_a_cluster_gives_the_captures_own_numbers(store, copy, cluster, scanned):
+    table = angles_from_store(store, null=8, scheduler=cluster, progress=False)
+    assert_the_captures_own(store, table, scanned[0])
+    a_chunk(copy).write_bytes(a_chunk(copy).read_bytes()[:-9])
+    with pytest.raises(StoreError, match=rf"{a_chunk(copy).name} is damaged"):
+        angles_from_store(copy, null=8, scheduler=cluster, progress=False)
+
+
+def test_a_damaged_chunk_ends_a_scan_on_threads(copy, threads):
+    a_chunk(copy).unlink()
+    with pytest.raises(StoreError, match=rf"{a_chunk(copy, 1).parent}.* cannot be read"):
+        angles_from_store(copy, null=8, progress=False)
+
+
+def test_a_wrong_scheduler_is_one_line(normgeo, store, monkeypatch):
+    monkeypatch.setattr(scan, "CONNECT_SECONDS", 1)
+    for address, message in (("tcp://127.0.0.1:1", "no dask scheduler answers"), ("here", "no dask scheduler answers")):
+        status, _, err = normgeo("angles", "--store", store, "--scheduler", address, "--out", "a")
+        assert status == 1
+        assert message in err
+    assert "--scheduler goes with --store" in normgeo("angles", "--scheduler", "tcp://127.0.0.1:1")[2]
+
+
+def test_without_dask_the_extra_is_named(store, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
+    with pytest.raises(NormGeoError, match=r"pip install 'normgeo\[dask\]'"):
+        angles_from_store(store, scheduler="tcp://127.0.0.1:1", progress=False)
+
+
+def most_at_once(path, monkeypatch):
+    """(most tasks under way or waiting to be merged, all tasks, peak of memory) of a scan."""
+    alive, most, begun, cut, merge = 0, 0, 0, scan._tasks, AngleStatistics.add_state_dict
+
+    def counting(*args):
+        nonlocal alive, most, begun
+        for task in cut(*args):
+            alive, begun = alive + 1, begun + 1
+            most = max(most, alive)
+            yield task
+
+    def merging(self, saved):
+        nonlocal alive
+        alive -= 1
+        merge(self, saved)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scan, "_tasks", counting)
+        patch.setattr(AngleStatistics, "add_state_dict", merging)
+        tracemalloc.start()
+        angles_from_store(path, null=8, progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return most, begun, peak
+
+
+def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch):
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1600, CONTEXT)))
+    monkeypatch.setattr(scan, "BATCHES_A_TASK", 1)
+    changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
+    paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
+    angles_from_store(paths[0], null=8, progress=False)
+    (few, n, small), (many, more, large) = (most_at_once(path, monkeypatch) for path in paths)
+    assert more > 3 * n > 6 * few
+    assert few == many <= 6
+    assert large - small < (32_000 - 8192) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
+    window = scan._in_order
+    monkeypatch.setattr(scan, "_in_order", lambda tasks, begin, at_most: window(tasks, begin, 10**9))
+    assert most_at_once(paths[1], monkeypatch)[0] == more

@@ -1,0 +1,236 @@
+"""A disk and an object store keep the same promises; object stores that cannot be used say why, and soon."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from bucket import served
+
+from normgeo import objects
+from normgeo.errors import StoreError
+from normgeo.objects import storage_at
+from normgeo.storage import Disk
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as environment:
+        yield environment
+
+
+@pytest.fixture
+def environment(server, monkeypatch):
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture(params=["disk", "s3", "gs"])
+def place(request, tmp_path, environment):
+    """An empty storage that is being written."""
+    storage = storage_at(tmp_path / "s" if request.param == "disk" else f"{request.param}://bucket/{tmp_path.name}/s/")
+    assert not storage.occupied()
+    with storage.writing():
+        yield storage
+
+
+def raw(n, start=0):
+    return (np.arange(start, start + n) % 251).astype(np.uint8)
+
+
+def test_files(place):
+    assert place.size("store.json") is None
+    assert place.names("commits") == []
+    place.put("store.json", b"one")
+    place.put("store.json", b"three")
+    assert (place.read("store.json"), place.size("store.json")) == (b"three", 5)
+    assert place.occupied()
+    with pytest.raises(FileNotFoundError):
+        place.read("nothing")
+    place.create("commits/1.json", b"first")
+    place.create("commits/0.json", b"")
+    with pytest.raises(StoreError, match=r"commits/1\.json is already there: another process"):
+        place.create("commits/1.json", b"second")
+    assert place.read("commits/1.json") == b"first"
+    assert place.names("commits") == ["0.json", "1.json"]
+    place.delete("commits/0.json")
+    place.delete("commits/0.json")
+    assert place.names("commits") == ["1.json"]
+    assert place.at("a/b") == f"{place}/a/b"
+    with storage_at(str(place)).results() as folder:
+        (folder / "figures").mkdir()
+        (folder / "figures/a.png").write_bytes(b"png")
+    assert place.read("figures/a.png") == b"png"
+    assert place.rate() > 0
+    assert (place.free() is None) == ("://" in str(place))
+
+
+def test_chunks_and_ranges(place):
+    place.publish("hidden.zarr", {"zarr.json": b"{}", "a/zarr.json": b"{}"})
+    chunk = place.chunk("hidden.zarr/a/c.0")
+    for start in range(0, 1000, 100):
+        chunk.append(raw(100, start))
+    assert place.size("hidden.zarr/a/c.0") is None
+    chunk.finish()
+    assert place.size("hidden.zarr/a/c.0") == 1000
+    ranges = ((0, (1000,), 1000), (10, (5, 20), 25), (990, (5, 20), 10), (1000, (5,), 0), (2000, (5,), 0))
+    for start, sizes, there in ranges:
+        parts = [np.full(n, 255, np.uint8) for n in sizes]
+        assert place.read_into("hidden.zarr/a/c.0", start, parts) == there
+        np.testing.assert_array_equal(np.concatenate(parts)[:there], raw(1000)[start : start + there])
+    with pytest.raises(FileNotFoundError):
+        place.read_into("hidden.zarr/a/c.1", 0, [np.empty(3, np.uint8)])
+    left = place.chunk("hidden.zarr/a/c.1")
+    left.append(raw(10))
+    left.abandon()
+    assert place.names("hidden.zarr/a") == ["c.0", "zarr.json"]
+
+
+def test_what_zarr_reads_and_what_is_discarded(place):
+    made = {}
+    zarr.create_group(zarr.storage.MemoryStore(made)).create_array("x", data=np.arange(6))
+    place.publish("hidden.zarr", {name: content.to_bytes() for name, content in made.items()})
+    root = zarr.open_group(place.zarr("hidden.zarr"), mode="r")
+    np.testing.assert_array_equal(root["x"][:], np.arange(6))
+    if "://" in str(place):
+        place.discard()
+        assert not place.occupied()
+
+
+# --- who writes -------------------------------------------------------------------------------------------------------
+
+
+def test_one_run_writes_and_its_processes_join_it(tmp_path, environment):
+    for address in (str(tmp_path / "s"), "s3://bucket/lock"):
+        with storage_at(address).writing() as run:
+            with pytest.raises(StoreError, match="another process writes"), storage_at(address).writing():
+                pass
+            with storage_at(address).writing(run) as joined:
+                assert joined == run
+            with pytest.raises(StoreError, match="is not the store that"), storage_at(address).writing("another"):
+                pass
+        with storage_at(address).writing() as later:
+            assert later != run
+
+
+def put_lock(**changes):
+    storage = storage_at("s3://bucket/lease")
+    storage.put("lock", json.dumps(json.loads(objects._holder("run")) | changes).encode())
+    return storage
+
+
+def test_a_dead_writer_is_known_on_its_machine_only(environment):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with put_lock(pid=process.pid).writing():
+        pass
+    storage = put_lock(pid=process.pid, machine="another", host="elsewhere")
+    with pytest.raises(StoreError, match=r"process \d+ of elsewhere, last heard of \d+ s ago.*takes over 60 s after"):
+        storage.writing().__enter__()
+    storage.discard()
+
+
+def test_a_silent_writer_loses_the_lock_and_writes_no_more(environment, monkeypatch):
+    monkeypatch.setattr(objects, "LEASE_SECONDS", 0.4)
+    first = storage_at("s3://bucket/silent")
+    with first.writing():
+        until = time.monotonic() + 10
+        while json.loads(first.read("lock"))["renewed"] < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        first.put("a", b"")
+        monkeypatch.setattr(objects, "LEASE_SECONDS", 60)
+        with pytest.raises(StoreError, match="another process writes"):
+            storage_at("s3://bucket/silent").writing().__enter__()
+        monkeypatch.setattr(objects, "LEASE_SECONDS", -1.0)  # to the second, it is long silent
+        with storage_at("s3://bucket/silent").writing():
+            first._lost.wait(10)
+            for write in (first.put, first.create):
+                with pytest.raises(StoreError, match="another process has taken over"):
+                    write("b", b"")
+        assert first.size("b") is None
+
+
+def test_two_that_take_over_at_once(environment, monkeypatch):
+    """The lock is replaced only as it was seen."""
+    storage = put_lock(machine="another")
+
+    def dead(holder):
+        storage_at("s3://bucket/lease").put("lock", b"{}")
+        return True
+
+    monkeypatch.setattr(objects, "_dead", dead)
+    with pytest.raises(StoreError, match="has just begun or ended"):
+        storage.writing().__enter__()
+    storage.discard()
+
+
+# --- what cannot be used ----------------------------------------------------------------------------------------------
+
+
+def test_addresses(tmp_path, monkeypatch):
+    assert isinstance(storage_at(tmp_path), Disk)
+    assert storage_at("here").absolute == str(Path("here").resolve())
+    for address, message in (
+        ("az://container/x", "s3://bucket/prefix or at gs://bucket/prefix"),
+        ("s3://bucket", "no place inside a bucket"),
+        ("s3://bucket/", "no place inside a bucket"),
+        (Path("s3://bucket/x"), "give it as a string"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            storage_at(address)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError, match=r"pip install 'normgeo\[objects\]'"):
+        storage_at("s3://bucket/x")
+
+
+def refused(address="s3://bucket/x"):
+    began = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        storage_at(address)
+    assert time.monotonic() - began < 15
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_buckets_that_cannot_be_used(environment, monkeypatch):
+    assert "there is no bucket missing; create it" in refused("s3://missing/x")
+    assert "there is no bucket missing; create it" in refused("gs://missing/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "s3://bucket/x cannot be reached" in refused()
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    assert "AWS_ALLOW_HTTP=true" in refused()
+
+
+def checked_credentials(url, after):
+    """Let moto check credentials after so many more requests."""
+    request = urllib.request.Request(f"{url}/moto-api/reset-auth", str(after).encode(), {"Content-Type": "text/plain"})
+    urllib.request.urlopen(request).close()
+
+
+def test_wrong_credentials(environment):
+    storage = storage_at("s3://bucket/x")
+    checked_credentials(environment["AWS_ENDPOINT_URL"], 0)
+    try:
+        assert "the credentials are refused (InvalidAccessKeyId" in refused()
+        with pytest.raises(StoreError, match="credentials are refused"):  # that expire while it runs
+            storage.put("a", b"")
+    finally:
+        checked_credentials(environment["AWS_ENDPOINT_URL"], "inf")
+
+
+def test_a_disk_leaves_what_was_there_when_it_fails(tmp_path, full_disk):
+    disk = Disk(tmp_path / "s")
+    with disk.writing():
+        disk.put("a", b"old")
+        with full_disk(1), pytest.raises(OSError, match="No space"):
+            disk.put("a", b"new")
+        assert disk.read("a") == b"old"
+        assert os.listdir(tmp_path / "s/scratch") == []
