@@ -55,7 +55,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The three loss curves, and the relative difference of two of them from the first."""
     figure, grid = _axes.grid(
         1,
-        ["loss (nats per token)", "relative difference from Pre-LN"],
+        ["loss (nats per token)", "relative difference from Pre-LN (none: drawn at 1e-9)"],
         xlabel="training step",
         height=2.4,
         sharey="none",
@@ -63,12 +63,16 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     curves, difference = grid[0]
     for k, (form, name) in enumerate(NAMES.items()):
         part = frame[frame.form == form]
-        style = {"color": _axes.PALETTE[k], "linewidth": (4.0, 2.0, 0.8)[k], "label": name}
+        style = {
+            "color": _axes.PALETTE[k],
+            "linewidth": (4.0, 2.0, 0.8)[k],
+            "label": name,
+            "marker": " s^"[k],
+            "markersize": 3,
+        }
         curves.plot(part.step, part.train_loss, **style)
         if form != "pre-ln":
-            difference.plot(
-                part.step, part.difference.clip(1e-9), f"{'os^'[k]}-", **style | {"linewidth": 0.8}, markersize=3
-            )
+            difference.plot(part.step, part.difference.clip(1e-9), **style | {"linewidth": 0.8})
     difference.set_yscale("log")
     difference.axhline(torch.finfo(torch.float32).eps, color="0.5", linewidth=0.8, linestyle=":", label="float32's eps")
     _axes.legend(figure)

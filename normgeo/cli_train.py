@@ -9,12 +9,12 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from normgeo.cli import app, console, quiet
+from normgeo.cli import app, bench_app, console, quiet
 
 if TYPE_CHECKING:
     from normgeo.runs import RunConfig
 
-__all__ = ["angles_by_step", "train"]
+__all__ = ["angles_by_step", "bench_train", "train"]
 
 
 @app.command()
@@ -46,6 +46,7 @@ def train(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between held-out losses.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of initialization, data order and dropout.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log every step for TensorBoard.")] = False,
     out: Annotated[Path | None, typer.Option(help="A new directory.", show_default="runs/train-<size>-<date>")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Finish the training in this directory, as it was started.")
@@ -56,8 +57,11 @@ def train(
 
     from normgeo import training_runs
     from normgeo.recipe import recipe_for
+    from normgeo.training_log import check_tensorboard
 
     quiet()
+    if tensorboard:
+        check_tensorboard()
     where = resume or out or training_runs.default_out(size)
 
     def report(kind: str, row: dict[str, float]) -> None:
@@ -65,7 +69,7 @@ def train(
 
     try:
         if resume:
-            done = training_runs.resume_training(resume, report=report)
+            done = training_runs.resume_training(resume, report=report, board=tensorboard)
         else:
             recipe = recipe_for(
                 size, steps=steps, batch=batch, accumulate=accumulate, context=context, lr=lr, warmup=warmup,
@@ -75,12 +79,53 @@ def train(
             config = training_runs.TrainConfig(
                 norm, data, str(exclude) if exclude else None, tokenizer, vocabulary, device
             )
-            done = training_runs.start_training(config, recipe, where, report=report)
+            done = training_runs.start_training(config, recipe, where, report=report, board=tensorboard)
     except KeyboardInterrupt:
         console.print(f"interrupted; finish it with: normgeo train --resume {where}")
         raise typer.Exit(130) from None
     for kind, path in done.items() if accelerate.PartialState().is_main_process else ():
         console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")
+
+
+@bench_app.command("train")
+def bench_train(
+    sizes: Annotated[str, typer.Option(help="Sizes that `train` takes, with commas between.")] = "tiny,70m",
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet.")] = None,
+) -> None:
+    """Time training steps of Pre-LN, Pre-RMSNorm and Pre-CRMSNorm, and what the parts of a step cost."""
+    import pandas as pd
+
+    from normgeo import training_bench
+    from normgeo.recipe import recipe_for
+
+    quiet()
+    raw = []
+    recipes = {size: recipe_for(size, batch=batch, context=context) for size in sizes.split(",")}
+    for size, recipe in recipes.items():
+        times = training_bench.bench_training(
+            recipe, vocabulary=vocabulary, rounds=rounds, device=device, progress=True
+        )
+        raw.append(times.assign(size=size))
+        frame = training_bench.breakdown(times)
+        about = frame.iloc[0]
+        table = Table("form", "part", "share of Pre-LN's step", "quartiles", "seconds", box=SIMPLE)
+        for row in frame.to_dict("records"):
+            table.add_row(
+                row["form"] if row["part"] == "whole" else "", row["part"], f"{100 * row['ratio']:.2f}%",
+                f"{100 * row['q25']:.2f} to {100 * row['q75']:.2f}%", f"{row['seconds']:.4f}",
+            )  # fmt: skip
+        console.print(
+            f"{size}: {batch} x {context} tokens, {rounds} interleaved steps, float32, {about.threads} threads of "
+            f"{about.device}, torch {about.torch}"
+        )
+        console.print(table)
+    if out is not None:
+        pd.concat(raw, ignore_index=True).to_parquet(out, index=False)
 
 
 def angles_by_step(out: Path | None, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:

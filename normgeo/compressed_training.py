@@ -60,15 +60,19 @@ class Reader(nn.Module):
         self.inner = inner
         self._norm = (norm,)  # in a tuple: its parameters stay its own
 
-    def forward(self, y: Tensor) -> Tensor:
-        """What the layer would give for gamma * (y, -sum y) + beta."""
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [out, d] and bias [out] that it acts with."""
         weight: Any = self.inner.weight
         weight = weight.T if isinstance(self.inner, Conv1D) else weight  # [out, in]
         gamma, beta = self._norm[0].weight, self._norm[0].bias
         scaled, bias = weight * gamma, getattr(self.inner, "bias", None)
         if beta is not None:
             bias = weight @ beta if bias is None else weight @ beta + bias
-        return functional.linear(y, scaled[:, :-1] - scaled[:, -1:], bias)
+        return scaled[:, :-1] - scaled[:, -1:], bias
+
+    def forward(self, y: Tensor) -> Tensor:
+        """What the layer would give for gamma * (y, -sum y) + beta."""
+        return functional.linear(y, *self.folded())
 
 
 def compressed(model: PreTrainedModel) -> PreTrainedModel:

@@ -71,7 +71,7 @@ class Recipe:
 
 SIZES = {
     "tiny": Recipe(
-        6, 192, 6, 2e-3, 2400, context=256, batch=8, warmup=100, dropout=0.1, precision="bf16", checkpoint_every=200,
+        6, 192, 6, 2e-3, 2400, context=256, batch=8, warmup=100, dropout=0.1, precision="bf16", checkpoint_every=100,
         save_every=100, evaluate_every=100,
     ),
     "70m": Recipe(6, 512, 8, 10e-4, 100_000),

@@ -21,7 +21,7 @@ from normgeo.converted import recenter_at
 from normgeo.gauge import Gauge
 from normgeo.probing import Place, float64_copy, untie
 
-__all__ = ["Centered", "bake", "parametrized"]
+__all__ = ["Centered", "bake", "parametrized", "unparametrized"]
 
 
 class Centered(nn.Module):
@@ -67,13 +67,20 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
     """
     result = copy.deepcopy(model)
     for module in list(result.modules()):
-        if parametrize.is_parametrized(module):
-            names = list(module.parametrizations)  # pyright: ignore
-            values = {name: getattr(module, name).detach().clone() for name in names}
-            # not remove_parametrizations: it would change the class, which a copy shares with its original
-            module.__class__ = type(module).__bases__[0]
-            del module._modules["parametrizations"]
-            for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value))
+        unparametrized(module)
     untie(result, always=True)
     return result
+
+
+@torch.no_grad()
+def unparametrized(module: nn.Module) -> None:
+    """Give a module plain parameters in the place of parametrized ones, with the values they have, in place."""
+    if not parametrize.is_parametrized(module):
+        return
+    names = list(module.parametrizations)  # pyright: ignore
+    values = {name: getattr(module, name).detach().clone() for name in names}
+    # not remove_parametrizations: it would change the class, which a copy shares with its original
+    module.__class__ = type(module).__bases__[0]
+    del module._modules["parametrizations"]
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value.contiguous()))

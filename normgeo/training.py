@@ -28,6 +28,7 @@ from normgeo.errors import NormGeoError, RunError
 from normgeo.progress import progress_bar
 from normgeo.recipe import Recipe, checkpoint_steps, described, learning_rate
 from normgeo.tokens import TokenStream
+from normgeo.training_log import Log
 from normgeo.training_state import checkpoint_path, latest_state, load_state, save_state, whole_directory, write_json
 from normgeo.twins import build_twin, evaluate, save_twin
 
@@ -122,7 +123,7 @@ class Trainer:
         """One optimizer step; its loss, the norm of its gradient, and its learning rate.
 
         Raises:
-            NormGeoError: the loss is not finite; no parameter has changed.
+            NormGeoError: the loss or the gradient is not finite; no parameter has changed.
         """
         recipe, accelerator = self.recipe, self.accelerator
         rate = learning_rate(self.step, recipe)
@@ -138,9 +139,11 @@ class Trainer:
                 losses.append(self._loss(ids.to(accelerator.device)))
                 accelerator.backward(losses[-1])
                 if accelerator.sync_gradients:
-                    loss = self._checked(torch.stack([part.detach() for part in losses]).mean())
+                    mean = accelerator.reduce(torch.stack([part.detach() for part in losses]).mean(), "mean")
+                    loss = self._finite("loss", float(mean.item()))  # pyright: ignore
                     clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
-                    norm = float(clipped.item()) if clipped is not None else math.nan
+                    if clipped is not None:
+                        norm = self._finite("gradient", float(clipped.item()))
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -152,19 +155,23 @@ class Trainer:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return cross_entropy(wide, ids[:, 1:].flatten())
 
-    def _checked(self, loss: Tensor) -> float:
-        value = float(self.accelerator.reduce(loss, "mean").item())  # pyright: ignore
-        if math.isfinite(value):
+    def _finite(self, what: str, value: float) -> float:
+        """The loss, or the norm of the gradient; with a scaler, steps of lost gradients are left out."""
+        if math.isfinite(value) or (what == "gradient" and self.accelerator.scaler is not None):
             return value
         safe = latest_state(self.folder) if self.folder is not None else None
         kept = f"; the state before it is in {safe}" if safe else ""
         raise NormGeoError(
-            f"the loss of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
+            f"the {what} of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
             f"(--lr, now {self.recipe.lr}){kept}"
         )
 
     def run(
-        self, held_out: TokenStream | None = None, report: Report = lambda row: None, progress: bool = False
+        self,
+        held_out: TokenStream | None = None,
+        report: Report = lambda row: None,
+        progress: bool = False,
+        log: Log = lambda step, row: None,
     ) -> None:
         """Take the steps that are left, keeping states and checkpoints.
 
@@ -172,9 +179,10 @@ class Trainer:
             held_out: text to evaluate on every `evaluate_every` steps.
             report: called with the row of each step that was evaluated, its loss the mean since the last.
             progress: show a progress bar.
+            log: called with every step and its row of the curve.
 
         Raises:
-            NormGeoError: the loss is not finite.
+            NormGeoError: the loss or the gradient is not finite.
             RunError: the disk is full.
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
@@ -189,6 +197,8 @@ class Trainer:
                 evaluated = last or self.step % recipe.evaluate_every == 0
                 loss = evaluate(self.model, held_out) if evaluated and main and held_out is not None else math.nan
                 self.rows.append((*row, loss))
+                if main:
+                    log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
                 if evaluated and main:
                     report(self._summary(recipe.evaluate_every))
                 if self.step in kept:
@@ -289,6 +299,7 @@ def train(
     model: PreTrainedModel | None = None,
     report: Report = lambda row: None,
     progress: bool = False,
+    log: Log = lambda step, row: None,
 ) -> tuple[PreTrainedModel, pd.DataFrame]:
     """Train one twin, or go on where `folder` says that its training stopped.
 
@@ -297,7 +308,7 @@ def train(
 
     Raises:
         DataError: too little text, or ids beyond the vocabulary.
-        NormGeoError: the loss is not finite, or the batch cannot be divided.
+        NormGeoError: the loss or the gradient is not finite, or the batch cannot be divided.
         RunError: the disk is full; the last state and checkpoints are intact.
 
     >>> from normgeo.corpus import Shuffled
@@ -310,5 +321,5 @@ def train(
     3
     """
     trainer = Trainer(norm, recipe, corpus, vocabulary, folder, tokenizer=tokenizer, device=device, model=model)
-    trainer.run(held_out, report, progress)
+    trainer.run(held_out, report, progress, log)
     return trainer.model.eval(), trainer.curve

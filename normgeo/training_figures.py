@@ -45,21 +45,26 @@ def _legend(figure: matplotlib.figure.Figure) -> None:
 
 
 def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
-    """Loss by step: every step faintly, its running mean, and the held-out loss where it was evaluated."""
+    """Loss by step: every step faintly, the mean around it, and the held-out loss where it was evaluated.
+
+    Twins whose curves coincide are drawn ever thinner, so that each is seen.
+    """
     figure = _figure(3.0)
     palette = sns.color_palette("colorblind")
     axes: Axes = figure.subplots()
     for k, (norm, curve) in enumerate(by_norm.items()):
         color, window = palette[k % 10], max(1, len(curve) // 50)
-        axes.plot(curve.step, curve.train_loss, color=color, linewidth=0.4, alpha=0.35)
-        smooth = curve.train_loss.rolling(window, min_periods=1).mean()
+        axes.plot(curve.step, curve.train_loss, color=color, linewidth=0.4, alpha=0.3)
+        smooth = curve.train_loss.rolling(window, min_periods=1, center=True).mean()
+        width = max(0.8, 3.0 - 1.1 * k)
         label = f"{_named(norm)}, training (mean of {window} steps)"
-        axes.plot(curve.step, smooth, color=color, linewidth=1, label=label)
+        axes.plot(curve.step, smooth, color=color, linewidth=width, label=label)
         held = curve[np.isfinite(curve.held_out_loss)]
         if len(held):
             marker = "os^D"[k % 4]
             label = f"{_named(norm)}, held-out"
-            axes.plot(held.step, held.held_out_loss, marker, color=color, markersize=3, label=label)
+            style = {"color": color, "markersize": max(2.5, 6.0 - 1.5 * k), "markerfacecolor": "none"}
+            axes.plot(held.step, held.held_out_loss, marker, label=label, **style)
     axes.set(xlabel="training step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     return figure

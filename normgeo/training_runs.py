@@ -3,6 +3,7 @@
 train.json                  what is trained, on what, how
 tokenizer/                  the tokenizer that all twins share
 <norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
+<norm>/tensorboard/         with --tensorboard, every step's losses
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +22,13 @@ from typing import Any
 import accelerate
 import transformers
 
-from normgeo.corpus import HUB, Corpus, Shuffled, open_corpus
+from normgeo.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import load_tokenizer
 from normgeo.recipe import NORMS, Recipe, described
 from normgeo.tokens import SAMPLE, load_tokens, read_documents
 from normgeo.training import train
+from normgeo.training_log import tensorboard
 from normgeo.training_state import checkpoint_path, whole_directory, write_json
 from normgeo.twins import train_tokenizer
 
@@ -135,6 +138,8 @@ def _read(out: Path) -> dict[str, Any]:
 
 def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple[Any, Corpus, int, set[str]]:
     """The tokenizer, the data, the size of the vocabulary and the excluded documents."""
+    if config.data in HUB:
+        check_hub(config.data)
     excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
     corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
@@ -170,14 +175,16 @@ def _train_all(
     *,
     report: Callable[[str, dict[str, float]], None] = lambda norm, row: None,
     progress: bool = True,
+    board: bool = False,
 ) -> dict[str, Path]:
     held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
     for norm in config.norms:
         fresh = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
-        train(
-            norm, recipe, fresh, record["vocabulary"], out / norm, held_out=held_out, tokenizer=tokenizer,
-            device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress,
-        )  # fmt: skip
+        with tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None) as log:
+            train(
+                norm, recipe, fresh, record["vocabulary"], out / norm, held_out=held_out, tokenizer=tokenizer,
+                device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress, log=log,
+            )  # fmt: skip
     if accelerate.PartialState().is_main_process:
         write_json(out / "train.json", record | {"status": "complete"})
     return {norm: checkpoint_path(out / norm, recipe.steps) for norm in config.norms}

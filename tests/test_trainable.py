@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from zoo import tiny
 
 from normgeo import convert
+from normgeo.compressed_training import compressed
 from normgeo.errors import ConversionError
 from normgeo.gauge import find_gauge
 from normgeo.models import example_inputs
@@ -121,10 +122,15 @@ def test_dropout_moves_the_recenter_behind_it():
 def rank(number, port, out):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
     torch.set_num_threads(1)
-    model = tiny("gpt2").double()
-    converted = convert(model, trainable=True).model
-    inputs, labels = batch(model, seed=10 + number)
-    losses = [trained(DistributedDataParallel(m), inputs, labels, steps=10) for m in (copy.deepcopy(model), converted)]
+    dropped, plain = tiny("gpt2").double(), tiny("gpt2", **NONE["gpt2"]).double()
+    converted = convert(dropped, trainable=True).model
+    inputs, labels = batch(dropped, seed=10 + number)
+    models = {
+        "dropped": copy.deepcopy(dropped), "dropped pre-rmsnorm": converted,
+        "plain": copy.deepcopy(plain), "plain pre-rmsnorm": convert(plain, trainable=True).model,
+        "plain pre-crmsnorm": compressed(plain), "plain baked": convert(plain).model,
+    }  # fmt: skip
+    losses = {name: trained(DistributedDataParallel(m), inputs, labels, steps=12) for name, m in models.items()}
     if number == 0:
         torch.save({"losses": losses, "values": values(converted)}, out)
     dist.barrier()
@@ -132,6 +138,7 @@ def rank(number, port, out):
 
 
 def test_two_ranks_give_the_same(tmp_path):
+    """Pre-LN and both training forms under two processes: one curve; plain converted weights leave it."""
     import socket
 
     with socket.socket() as free:
@@ -139,10 +146,16 @@ def test_two_ranks_give_the_same(tmp_path):
         port = free.getsockname()[1]
     mp.spawn(rank, args=(port, str(tmp_path / "out.pt")), nprocs=2)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    expected, losses = found["losses"]
-    assert len(losses) == 10
-    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
+
+    def far(form):
+        expected, losses = found["losses"][form.split()[0]], found["losses"][form]
+        assert len(losses) == len(expected) == 12
+        return max(abs(a - b) / a for a, b in zip(expected, losses, strict=True))
+
+    for form in ("dropped pre-rmsnorm", "plain pre-rmsnorm", "plain pre-crmsnorm"):
+        assert far(form) < 1e-9, form
+    assert far("plain baked") > 1e-7
     alone = convert(tiny("gpt2").double(), trainable=True).model
-    trained(alone, *batch(alone, seed=10), steps=10)
+    trained(alone, *batch(alone, seed=10), steps=12)
     differs = max((alone_value - found["values"][n]).abs().max() for n, alone_value in values(alone).items())
     assert differs > 1e-6  # the other rank's gradients took part

@@ -1,0 +1,76 @@
+"""What a training step costs: norms, recentering, the rest and the optimizer (*Pre-RMSNorm* fig. 4a).
+
+Shares of the Pre-LN model's step, for the model without norms, the Pre-LN model and its two training forms: the step
+minus the step without the part, medians of interleaved rounds. The table is the raw times of `normgeo bench train`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analyses import _axes
+from normgeo.errors import DataError
+from normgeo.training_bench import FORMS, PARTS, breakdown
+
+STORED = Path(__file__).parent / "data" / "training_cost.parquet"
+NAMES = {
+    "no-norm": "no norms", "layernorm": "Pre-LN", "pre-rmsnorm": "Pre-\nRMSNorm", "pre-crmsnorm": "Pre-\nCRMSNorm",
+}  # fmt: skip
+LABELS = {
+    "rest": "forward and backward, rest", "optimizer": "optimizer", "norms": "norms",
+    "linears": "recentered linear layers", "input": "recentered embeddings",
+}  # fmt: skip
+
+
+def compute(run: Path | None = None) -> pd.DataFrame:
+    """The raw times, from the `--out` of `normgeo bench train`, or the stored ones.
+
+    Raises:
+        DataError: the file is no such table.
+    """
+    path = run or STORED
+    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    if not {"form", "without", "forward_backward", "optimizer", "size"} <= {*frame.columns}:
+        raise DataError(f"{path} is no table of `normgeo bench train --out`")
+    return frame
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """A bar per form, of its parts; a mark and quartiles at the whole step; a column per size."""
+    sizes = list(frame["size"].unique())
+    figure, grid = _axes.grid(1, sizes, xlabel="", height=2.6, sharey="all")
+    for axes, size in zip(grid[0], sizes, strict=True):
+        _bars(axes, breakdown(frame[frame["size"] == size]))
+    grid[0, 0].set_ylabel("share of Pre-LN's step (%)")
+    _axes.legend(figure, columns=3)
+    about = frame.iloc[0]
+    figure.suptitle(
+        f"A training step: {about.batch} x {about.context} tokens, float32, threads: {about.threads}, {about.device}",
+        fontsize=9,
+    )
+    return figure
+
+
+def _bars(axes: Axes, table: pd.DataFrame) -> None:
+    forms = ["no-norm", *FORMS]
+    place, base = np.arange(len(forms)), np.zeros(len(forms))
+    cells = table.set_index(["form", "part"])
+    for k, part in enumerate(sorted(PARTS, key=list(LABELS).index)):
+        high = np.array([100 * float(cells.ratio.get((form, part), 0.0)) for form in forms])
+        axes.bar(place, high, 0.7, base, color=_axes.PALETTE[k], label=LABELS[part], linewidth=0)
+        base += high
+    whole = 100 * cells.xs("whole", level="part").loc[forms, ["q25", "ratio", "q75"]]
+    axes.errorbar(
+        place, whole.ratio, [whole.ratio - whole.q25, whole.q75 - whole.ratio], fmt="_", color="0.1", markersize=14,
+        elinewidth=0.8, capsize=2, label="whole step, with quartiles",
+    )  # fmt: skip
+    for x, (ratio, edge) in enumerate(zip(whole.ratio, whole.q75, strict=True)):
+        axes.annotate(f"{ratio:.1f}", (x, edge), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+    axes.set_xticks(place, [NAMES[form] for form in forms], fontsize=7)
+    axes.grid(visible=False, axis="x")
+    axes.margins(y=0.1)

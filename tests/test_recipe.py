@@ -1,0 +1,49 @@
+"""Recipes: table 2 and appendix A.2, and what makes no sense."""
+
+import math
+
+import pytest
+from training_zoo import small, trained
+
+from normgeo.errors import NormGeoError
+from normgeo.recipe import SIZES, checkpoint_steps, learning_rate, recipe_for
+from normgeo.twins import build_twin
+
+
+def test_sizes_are_those_of_table_2():
+    rows = {k: (r.layers, r.d, r.heads, r.lr, r.steps, r.context, r.batch) for k, r in SIZES.items()}
+    assert rows["70m"] == (6, 512, 8, 1e-3, 100_000, 1024, 64)
+    assert rows["160m"] == (12, 768, 12, 6e-4, 100_000, 1024, 64)
+    assert rows["410m"] == (24, 1024, 16, 3e-4, 50_000, 1024, 64)
+    assert rows["1b"] == (16, 2048, 8, 3e-4, 50_000, 1024, 64)
+
+
+def test_checkpoints_are_those_of_appendix_a2():
+    thousands = [*range(1000, 10_000, 1000), *range(10_000, 100_001, 10_000)]
+    assert checkpoint_steps(SIZES["70m"]) == thousands
+    assert checkpoint_steps(SIZES["1b"]) == [step for step in thousands if step <= 50_000]
+    assert checkpoint_steps(recipe_for("70m", steps=2500)) == [1000, 2000, 2500]
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    recipe = recipe_for("70m")
+    rates = [learning_rate(s, recipe) for s in range(recipe.steps + 1)]
+    assert rates[0] == recipe.lr / recipe.warmup
+    assert max(rates) == rates[recipe.warmup] == recipe.lr
+    assert math.isclose(rates[-1], recipe.lr / 10)
+    assert all(b <= a for a, b in zip(rates[recipe.warmup :], rates[recipe.warmup + 1 :], strict=False))
+
+
+def test_recipes_that_make_no_sense_are_refused():
+    for changes, says in (
+        ({"steps": 0}, "--steps must be at least 1"), ({"lr": -1.0}, "learning rate"), ({"heads": 5}, "multiple"),
+        ({"precision": "fp8"}, "no precision 'fp8'"), ({"checkpoint_every": 0}, "--checkpoint-every"),
+    ):  # fmt: skip
+        with pytest.raises(NormGeoError, match=says):
+            recipe_for("tiny", **changes)
+    with pytest.raises(NormGeoError, match="no size 'huge'"):
+        recipe_for("huge")
+    with pytest.raises(NormGeoError, match="multiple of 3"):
+        trained("rmsnorm", small(accumulate=3))
+    with pytest.raises(NormGeoError, match="no norm 'batchnorm'"):
+        build_twin("batchnorm", small(), 48)

@@ -1,0 +1,154 @@
+"""What a training step costs: parts that are really taken away, and times that add up."""
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from training_zoo import small
+
+from analyses import training_cost
+from normgeo.errors import DataError, NormGeoError
+from normgeo.recipe import SIZES
+from normgeo.training_bench import FORMS, ablated, bench_training, breakdown
+from normgeo.twins import build_twin
+
+IDS = torch.arange(32).view(2, 16)
+
+
+def twin(form):
+    """A form in float64, with gains, biases and means that are not those of the start."""
+    model, generator = build_twin(form, small(dropout=0.0), 48).double(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype) + 0.1)
+    return model
+
+
+def gradients(model, name):
+    model.zero_grad()
+    model(input_ids=IDS).logits.square().mean().backward()
+    return model.get_parameter(name).grad
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_forms_without_recentering_act_the_same_and_recenter_nothing(form):
+    whole = twin(form)
+    names = {"linears": "transformer.h.0.mlp.c_proj", "input": "transformer.wpe"}
+    for part, module in names.items():
+        without = ablated(whole, part)
+        torch.testing.assert_close(without(input_ids=IDS).logits, whole(input_ids=IDS).logits, rtol=0, atol=1e-12)
+        recentered = gradients(whole, f"{module}.parametrizations.weight.original")
+        assert recentered.sum(1).abs().max() < 1e-12  # centering takes the mean out of the gradient...
+        plain = gradients(without, f"{module}.weight")
+        assert plain.sum(1).abs().max() > 1e-6 * plain.abs().max()  # ... which is no longer done
+        other = next(name for p, name in names.items() if p != part)
+        assert gradients(without, f"{other}.parametrizations.weight.original").sum(1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_without_norms_have_none(form):
+    """Without norms and biases a block's input could be doubled, and so would be what the attention reads."""
+    seen = []
+    for model in (twin(form), ablated(twin(form), "norms")):
+        block = model.transformer.h[0]
+        block.attn.c_attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        block(x)
+        block(2 * x)
+    normed, doubled, plain, twice = seen
+    torch.testing.assert_close(normed, doubled, rtol=1e-3, atol=1e-3)
+    assert torch.equal(twice, 2 * plain)
+    assert torch.equal(plain, x)
+
+
+def test_what_is_not_there_cannot_be_taken_away():
+    with pytest.raises(NormGeoError, match="no linears to take away"):
+        ablated(twin("layernorm"), "linears")
+    with pytest.raises(NormGeoError, match="at least 1 round"):
+        bench_training(small(), rounds=0)
+
+
+def raw(extra=0.0):
+    """Times of three rounds made of known parts; `extra` belongs to no part."""
+    parts = {"layernorm": [3.0, 0, 0], "pre-rmsnorm": [2.0, 0.5, 0.25], "pre-crmsnorm": [1.0, 0.75, 0.5]}
+    rows = []
+    for number, speed in enumerate((1.0, 2.0, 1.5)):
+        for form, (norms, linears, recentering) in parts.items():
+            has = {"norms": norms} | ({"linears": linears, "input": recentering} if form != "layernorm" else {})
+            whole = 10 + sum(has.values()) + (extra if form != "layernorm" else 0)
+            for without in ("", *has):
+                times = {"forward_backward": speed * (whole - has.get(without, 0.0)), "optimizer": speed * 4}
+                rows.append({"round": number, "form": form, "without": without} | times)
+    frame = pd.DataFrame(rows)
+    frame.loc[frame.without != "", "optimizer"] = np.nan
+    return frame.assign(device="a cpu", threads=1, batch=2, context=16, rounds=3)
+
+
+def test_known_parts_are_found_and_add_up():
+    found = breakdown(raw()).set_index(["form", "part"])
+    expected = {
+        "no-norm": {"whole": 14, "rest": 10, "optimizer": 4, "unexplained": 0},
+        "layernorm": {"whole": 17, "norms": 3, "rest": 10, "optimizer": 4, "unexplained": 0},
+        "pre-rmsnorm": {"norms": 2, "linears": 0.5, "input": 0.25, "rest": 10, "optimizer": 4, "unexplained": 0},
+        "pre-crmsnorm": {"norms": 1, "linears": 0.75, "input": 0.5, "rest": 10, "optimizer": 4, "unexplained": 0},
+    }
+    for form, parts in expected.items():
+        for part, cost in parts.items():
+            assert abs(found.seconds[form, part] - 1.5 * cost) < 1e-12
+            for column in ("q25", "ratio", "q75"):  # a slow round is slow for all
+                assert abs(found[column][form, part] - cost / 17) < 1e-12
+    assert abs(found.seconds_q75["layernorm", "whole"] - 1.75 * 17) < 1e-12
+    assert abs(breakdown(raw(1.0)).set_index(["form", "part"]).ratio["pre-rmsnorm", "unexplained"] - 1 / 17) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return bench_training(small(), vocabulary=48, rounds=3)
+
+
+def test_a_time_for_every_variant_in_every_round(measured):
+    variants = {("layernorm", ""), ("layernorm", "norms")}
+    variants |= {(form, part) for form in FORMS[1:] for part in ("", "norms", "linears", "input")}
+    for _, one in measured.groupby("round"):
+        assert sorted(zip(one.form, one.without, strict=True)) == sorted(variants)
+    assert measured["round"].unique().tolist() == [0, 1, 2]
+    assert (measured.forward_backward > 0).all()
+    assert (measured.optimizer.notna() == (measured.without == "")).all()
+    orders = {tuple(zip(one.form, one.without, strict=True)) for _, one in measured.groupby("round")}
+    assert len(orders) == 3
+    about = {"device", "threads", "torch", "transformers", "d", "layers", "batch", "context", "vocabulary", "commit"}
+    assert about <= {*measured.columns}
+
+
+def test_parts_add_up_to_the_step(measured):
+    found = breakdown(measured)
+    assert set(found.form) == {"no-norm", *FORMS}
+    assert (found.q25 <= found.ratio).all()
+    assert (found.ratio <= found.q75).all()
+    one = measured[measured["round"] == 1]
+    alone = breakdown(one).set_index(["form", "part"]).seconds
+    for form in FORMS:
+        whole = one[(one.form == form) & (one.without == "")].iloc[0]
+        assert abs(alone[form].drop("whole").sum() - (whole.forward_backward + whole.optimizer)) < 1e-9
+    assert found[(found.form == "layernorm") & (found.part == "whole")].ratio.item() == 1
+
+
+def test_plot(measured):
+    figure = training_cost.plot(pd.concat([measured.assign(size="a"), measured.assign(size="b")]))
+    assert isinstance(figure, matplotlib.figure.Figure)
+    assert len([axes for axes in figure.axes if axes.patches]) == 2
+
+
+def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypatch):
+    monkeypatch.setitem(SIZES, "tiny", small())
+    out = tmp_path / "cost.parquet"
+    options = {"sizes": "tiny", "context": 16, "batch": 2, "vocabulary": 48, "rounds": 1, "out": out}
+    status, printed, _ = normgeo("bench", "train", *(w for name, v in options.items() for w in (f"--{name}", v)))
+    assert not status
+    assert "unexplained" in printed
+    assert "100.00%" in printed
+    assert training_cost.compute(out)["size"].unique().tolist() == ["tiny"]
+    out.unlink()
+    with pytest.raises(DataError, match="no table of"):
+        training_cost.compute(out)

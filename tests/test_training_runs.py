@@ -1,0 +1,128 @@
+"""`normgeo train`: the command, killed and resumed, on one process and on two."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+from training_zoo import articles, command, environment, small, stopping
+
+from normgeo import load_model, load_tokenizer, load_tokens, training, training_log
+from normgeo.recipe import SIZES
+from normgeo.training_state import latest_state
+from normgeo.twins import evaluate
+
+
+def test_a_killed_command_is_resumed(tmp_path):
+    articles(tmp_path)
+    steps = ("--norm", "rmsnorm", "--steps", 24)
+    killed = subprocess.Popen(command(tmp_path, "killed", *steps), env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("killed/rmsnorm/state-*")):
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    done = int(latest_state(tmp_path / "killed/rmsnorm").name.removeprefix("state-"))
+    assert done < 24
+    resume = [sys.executable, "-m", "normgeo", "train", "--resume", str(tmp_path / "killed")]
+    for words in (resume, command(tmp_path, "whole", *steps)):
+        subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=300)
+    curves = [pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("killed", "whole")]
+    assert len(curves[0]) == 24
+    assert curves[0].equals(curves[1])
+    last = "rmsnorm/checkpoints/step-00000024/model.safetensors"
+    assert (tmp_path / "killed" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def test_the_command_trains_saves_reloads_and_measures(tmp_path, normgeo, monkeypatch):
+    articles(tmp_path)
+    monkeypatch.setitem(SIZES, "tiny", small(steps=8))
+    words = command(tmp_path, "twins")[3:]
+    status, out, _ = normgeo(*words)
+    assert not status
+    assert "rmsnorm: " in out.replace("\n", "")
+    curves = []
+    for norm in ("layernorm", "rmsnorm"):
+        last = tmp_path / "twins" / norm / "checkpoints/step-00000008"
+        note = json.loads((last / "training.json").read_text())
+        assert note["norm"] == norm
+        assert "after each" in note["packing"]
+        tokenizer = load_tokenizer(last)
+        assert tokenizer.decode(tokenizer("lazy dog")["input_ids"]) == "lazy dog"
+        loss = evaluate(load_model(last), load_tokens(tmp_path / "held.jsonl", tokenizer, 16))
+        assert abs(loss - note["curve"][-1]["held_out_loss"]) < 1e-4
+        curves.append(pd.read_parquet(tmp_path / "twins" / norm / "curve/curve.parquet"))
+    assert curves[0].lr.equals(curves[1].lr)
+    assert json.loads((tmp_path / "twins/train.json").read_text())["command"].startswith("normgeo train")
+    for again, says in (
+        (words, "exists already; finish it with --resume"), (["train", "--resume", tmp_path / "twins"], "is complete"),
+        (["train", "--resume", tmp_path], "holds no train.json"), (["train", "--norm", "x"], "no norm 'x'"),
+        (["train", "--data", "nothing.txt", "--out", tmp_path / "new"], "no such data file"),
+        (["train", "--device", "tpu", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "new"], "not 'tpu'"),
+    ):  # fmt: skip
+        status, _, error = normgeo(*again)
+        assert status == 1
+        assert says in " ".join(error.split())
+
+
+def test_another_text_is_not_resumed(tmp_path, normgeo):
+    articles(tmp_path)
+    assert not normgeo(*command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 2)[3:])[0]
+    record = json.loads((tmp_path / "twins/train.json").read_text())
+    (tmp_path / "twins/train.json").write_text(json.dumps(record | {"status": "running"}))
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write('\n{"text": "more"}')
+    status, _, error = normgeo("train", "--resume", tmp_path / "twins")
+    assert status == 1
+    assert "another data_sha256" in error
+
+
+def test_two_processes_train_one_model(tmp_path):
+    articles(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    torchrun += ["--master-port", port]
+    words = command(tmp_path, "two", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0", "--accumulate", 2)
+    subprocess.run([*torchrun, *words[1:]], env=environment(), check=True, capture_output=True, timeout=300)
+    one = command(tmp_path, "one", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0")
+    subprocess.run(one, env=environment(), check=True, capture_output=True, timeout=300)
+    a, b = (pd.read_parquet(tmp_path / name / "pre-rmsnorm/curve/curve.parquet") for name in ("one", "two"))
+    np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-5)
+    np.testing.assert_allclose(a.gradient_norm, b.gradient_norm, rtol=1e-3)
+
+
+def test_tensorboard_has_every_step_once(tmp_path, normgeo, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    articles(tmp_path)
+    words = command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 6, "--tensorboard")[3:]
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_state", stopping(training.save_state, at=3))
+        assert normgeo(*words)[0] == 130  # at step 6, which is logged and not saved
+    assert not normgeo("train", "--resume", tmp_path / "twins", "--tensorboard")[0]
+    curve = pd.read_parquet(tmp_path / "twins/rmsnorm/curve/curve.parquet")
+    log = EventAccumulator(str(tmp_path / "twins/rmsnorm/tensorboard")).Reload()
+    for name in ("train_loss", "gradient_norm", "lr"):
+        points = log.Scalars(name)
+        assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+        np.testing.assert_allclose([point.value for point in points], curve[name], rtol=1e-6)
+    assert [point.step for point in log.Scalars("held_out_loss")] == [6]
+    monkeypatch.setattr(training_log.importlib.util, "find_spec", lambda name: None)
+    status, _, error = normgeo(*[str(w).replace("twins", "other") for w in words])
+    assert status == 1
+    assert "pip install 'normgeo[tensorboard]'" in " ".join(error.split())
+    assert not (tmp_path / "other").exists()
+
+
+def test_without_the_option_nothing_is_logged(tmp_path, normgeo):
+    articles(tmp_path)
+    assert not normgeo(*command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 2)[3:])[0]
+    assert not (tmp_path / "twins/rmsnorm/tensorboard").exists()

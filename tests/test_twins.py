@@ -1,0 +1,96 @@
+"""Twins: the same start, forms that train as one, and what is saved."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from training_zoo import small, trained
+
+from normgeo import convert, find_sites, load_model, twins
+from normgeo.compressed_training import compressed
+from normgeo.errors import ConversionError
+from normgeo.norms import CRMSNorm
+from normgeo.recipe import NORMS
+from normgeo.twins import build_twin, save_twin, train_tokenizer
+
+
+def test_twins_start_from_the_same_weights():
+    built = {norm: build_twin(norm, small(), 48) for norm in NORMS}
+    values = {n: {twins.plain_name(k): p for k, p in m.named_parameters()} for n, m in built.items()}
+    layernorm, rmsnorm, pre, crms = (values[norm] for norm in NORMS)
+    assert all(torch.equal(p, layernorm[n]) for n, p in rmsnorm.items())
+    assert layernorm.keys() == pre.keys() == crms.keys()
+    assert all(torch.equal(p, pre[n]) for n, p in layernorm.items())
+    for name, p in layernorm.items():
+        assert torch.equal(p, crms[name][tuple(slice(n) for n in p.shape)])
+    for norm in ("layernorm", "rmsnorm"):
+        assert {s.kind for s in find_sites(built[norm])} == {norm}
+    assert all(m.d == 32 for m in built["pre-crmsnorm"].modules() if isinstance(m, CRMSNorm))
+
+
+def losses_in_float64(model, ids, steps=50):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    for _ in range(steps):
+        loss = cross_entropy(model.train()(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_forms_follow_the_pre_ln_model():
+    """Pre-RMSNorm and Pre-CRMSNorm from converted weights: one loss curve (*Pre-RMSNorm* section 3.4)."""
+    plain = twins._pre_ln("pre-crmsnorm", small(layers=2, dropout=0.0), 48, 0).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in plain.parameters():  # gains and biases that are not 1 and 0
+            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    ids = torch.randint(0, 48, (4, 16), generator=generator)
+    forms = [convert(plain.eval(), trainable=True).model, compressed(plain)]
+    expected = losses_in_float64(plain, ids)
+    assert expected[-1] < 0.6 * expected[0]
+    for form in forms:
+        losses = losses_in_float64(form, ids)
+        assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
+
+
+def test_only_gpt2_has_a_compressed_form(tiny):
+    with pytest.raises(ConversionError, match="no Pre-CRMSNorm training form"):
+        compressed(tiny("gpt_neox"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_saved_twins_are_the_trained_ones(norm, tmp_path):
+    recipe = small(steps=3, checkpoint_every=3)
+    model, _ = trained(norm, recipe, tmp_path)
+    ids = torch.arange(32).view(2, 16)
+    back = load_model(tmp_path / "checkpoints/step-00000003")
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert back.transformer.wte.weight.shape[1] == 32
+    kind = {"pre-rmsnorm": "rmsnorm", "pre-crmsnorm": "crmsnorm"}.get(norm, norm)
+    assert {type(m).__name__.lower() for m in back.modules() if "Norm" in type(m).__name__} == {kind}
+
+
+def test_a_converted_twin_is_certified(tmp_path):
+    model = build_twin("pre-rmsnorm", small(), 48, 0)
+    save_twin("pre-rmsnorm", model, small(), tmp_path / "model", None)
+    assert json.loads((tmp_path / "model/conversion.json").read_text())["certificate"]["passed"]
+
+
+def test_a_tokenizer_is_a_function_of_its_text():
+    a, b = (train_tokenizer(["some text", "more text"], 280) for _ in range(2))
+    assert a.get_vocab() == b.get_vocab()
+    assert a.eos_token == "<|endoftext|>"
+
+
+def test_the_forms_overlap_in_float32(tmp_path):
+    from analyses import training_forms
+    from normgeo import figures
+
+    frame = training_forms.compute(n_tokens=2 * 2048)
+    assert frame.groupby("form").step.max().tolist() == [2, 2, 2]
+    assert frame.difference.max() < 1e-5
+    figures.save(training_forms.plot(frame), tmp_path / "forms")
