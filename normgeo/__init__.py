@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from normgeo.geometry import Directions, angle, standardize, uniform_vector
     from normgeo.models import load_model, load_tokenizer
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
+    from normgeo.optimizing import optimize
     from normgeo.scalars import ScalarStore
     from normgeo.sites import NormSite, find_sites
     from normgeo.store import HiddenStateStore
@@ -45,6 +46,7 @@ __all__ = [
     "load_tokenizer",
     "load_tokens",
     "measure_angles",
+    "optimize",
     "standardize",
     "uniform_vector",
 ]
@@ -55,7 +57,7 @@ _HOME = {
     "HiddenStateStore": "store",
     "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
     "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
-    "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms",
+    "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms", "optimize": "optimizing",
     "ScalarStore": "scalars", "NormSite": "sites", "find_sites": "sites", "TokenStream": "tokens",
     "load_tokens": "tokens",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from normgeo import cli_bench
 from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
 
@@ -37,12 +38,16 @@ def angles(
         str | None,
         typer.Option(help="sample, wikipedia, or a path: .jsonl, .parquet or .txt with text, .npy with token ids."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens. [default: 1,000,000, or all]")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens the model sees together. [default: up to 1024]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
     dtype: Annotated[
         str | None,
-        typer.Option(help="auto, float64, float32, bfloat16, float16. [default: float32 on CPU, else auto]"),
+        typer.Option(help="auto, float64, float32, bfloat16, float16.", show_default="float32 on CPU, else auto"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
     device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
@@ -52,16 +57,21 @@ def angles(
     sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
     qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
     keep: Annotated[
-        str | None, typer.Option(help="scalars or none. [default: scalars for runs up to 2M tokens]")
+        str | None, typer.Option(help="scalars or none.", show_default="scalars for runs up to 2M tokens")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Measure every checkpoint below this directory, by training step.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory to write. [default: runs/<model>-<date>]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="runs/<model>-<date>")] = None,
     resume: Resume = None,
-    store: Annotated[Path | None, typer.Option(help="From the hidden states in this store, without the model.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="From the hidden states in this store, a directory or a URL, without the model.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="With --store: on the dask cluster whose scheduler has this address.")
+    ] = None,
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo import runs
@@ -69,15 +79,18 @@ def angles(
 
     quiet()
     if store is not None:
-        from normgeo.capture import run_from_store
+        from normgeo.scan import run_from_store
 
         if model or data or tokens or context or resume:
             raise NormGeoError("--store says which model and tokens; give only --null, --seed, --sites and --out too")
         table, where = run_from_store(
-            store, out, null=null, null_every=null_every, seed=seed, sites=sites, announce=console.print
-        )
+            store, out, null=null, null_every=null_every, seed=seed, sites=sites, scheduler=scheduler,
+            announce=console.print,
+        )  # fmt: skip
         _summary(table.frame, where)
         return
+    if scheduler:
+        raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
     if model and checkpoints:
         raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
@@ -139,19 +152,23 @@ def convert(
     out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
     to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
     data: Annotated[
-        str | None, typer.Option(help="Certify on this: what `angles` takes. [default: the sample, for text models]")
+        str | None,
+        typer.Option(help="Certify on this: what `angles` takes.", show_default="the sample, for text models"),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to certify on.")] = 2048,
-    context: Annotated[int | None, typer.Option(help="Tokens the model sees together. [default: up to 256]")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 256")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's own), float64, float32, bfloat16, float16.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device. [default: the CPU]")] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
     keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
     padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
     by_shard: Annotated[
-        bool | None, typer.Option("--by-shard/--in-memory", help="Tensor by tensor. [default: where memory is short]")
+        bool | None,
+        typer.Option("--by-shard/--in-memory", help="Tensor by tensor.", show_default="where memory is short"),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
@@ -183,6 +200,7 @@ def convert(
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
 register(app, bench_app, console, lambda: quiet())
+cli_bench.register(bench_app, console, lambda: quiet())
 
 
 @bench_app.command("stream")
@@ -192,7 +210,7 @@ def bench_stream(
     context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
     batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
     rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.")] = 7,
-    device: Annotated[str | None, typer.Option(help="A torch device. [default: the CPU]")] = None,
+    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the base model's forward pass with ways of measuring its hidden states."""

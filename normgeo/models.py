@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +39,8 @@ __all__ = [
     "max_context",
     "pick_device",
     "pick_dtype",
+    "tokenizer_digest",
+    "twin",
     "weights_digest",
 ]
 
@@ -231,6 +236,12 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:
     return DTYPES.get(name or ("float32" if device == "cpu" else "auto"), "auto")
 
 
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own: hooks on one are not on the other."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head: hidden states do not need logits, and the head costs a quarter of a small model."""
     return cast(PreTrainedModel, model.base_model)
@@ -271,3 +282,16 @@ def weights_digest(model: nn.Module) -> str:
         if tensor.device.type != "meta" and tensor.numel():
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 over all that decides which ids a text becomes: vocabulary, merges, normalization, special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        content: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    else:
+        content = json.loads(backend.to_str())
+        for of_the_last_call in ("truncation", "padding"):
+            content.pop(of_the_last_call, None)
+    content["special"] = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

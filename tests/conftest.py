@@ -1,12 +1,16 @@
 """Offline, one thread, no logging from transformers, and hypothesis that gives the same examples every time."""
 
+import errno
 import os
+import shutil
+import sys
 
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false",
     MPLBACKEND="Agg",
 )  # fmt: skip
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -45,9 +49,7 @@ def tiny():
 def tokenizer():
     from normgeo import load_tokenizer
 
-    tokenizer = load_tokenizer("embedded-layernorm")
-    tokenizer.eos_token = "<|endoftext|>"  # id 0, which is an id like any other
-    return tokenizer
+    return load_tokenizer("embedded-layernorm")  # its end-of-text token has the id 0, which is an id like any other
 
 
 @pytest.fixture(scope="module", params=["compiled", "torch"])
@@ -57,7 +59,85 @@ def passes(request):
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(kernels.cpu, "library", lambda: kernels.cpu.Library(None, "not in this test"))
+            patch.setattr(kernels.cpu, "loaded", lambda: kernels.cpu.Library(None, "not in this test"))
         elif not kernels.status().compiled:
             pytest.skip(f"needs a compiler: {kernels.status().reason}")
         yield request.param
+
+
+@pytest.fixture
+def normgeo(monkeypatch, capsys, tmp_path):
+    """Run a command in a scratch directory that has some ids; gives (exit status, output, errors)."""
+    from normgeo import cli
+
+    monkeypatch.chdir(tmp_path)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["normgeo", *map(str, words)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+        out = capsys.readouterr()
+        return status, " ".join(out.out.split()), " ".join(out.err.split())
+
+    return run
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Let the disk be full at the n-th fsync while inside."""
+    from contextlib import contextmanager
+
+    real = os.fsync
+
+    @contextmanager
+    def at(n):
+        calls = []
+
+        def full(descriptor):
+            calls.append(descriptor)
+            if len(calls) == n:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            yield
+        assert len(calls) >= n
+
+    return at
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Drawing takes most of the time of a run this small."""
+    monkeypatch.setattr("normgeo.runs._draw", lambda table, folder: None)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """Saved tiny models and token ids: 40 sequences of 20."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("gpt2", "llama", "qwen3", "gemma"):
+        zoo.tiny(name).save_pretrained(folder / name)
+    zoo.tiny("gpt2", seed=1).save_pretrained(folder / "other")
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 96, (40, 20)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store(home, tmp_path_factory):
+    """A store that tests only read."""
+    from stores import captured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("normgeo.runs._draw", lambda table, folder: None)
+        return captured(home, tmp_path_factory.mktemp("store") / "s")
+
+
+@pytest.fixture
+def copy(store, tmp_path):
+    return shutil.copytree(store, tmp_path / "copy")

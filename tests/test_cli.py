@@ -1,32 +1,13 @@
 """The command line: one clear line for each thing a user can get wrong, and what goes right."""
 
-import sys
+import json
 
 import numpy as np
 import pytest
 import torch
 from zoo import tiny
 
-from normgeo import cli, find_sites, models
-
-
-@pytest.fixture
-def normgeo(monkeypatch, capsys, tmp_path):
-    """Run a command in a scratch directory; gives (exit status, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-    np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["normgeo", *map(str, words)])
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        out = capsys.readouterr()
-        return status, " ".join(out.out.split()), " ".join(out.err.split())
-
-    return run
+from normgeo import find_sites, models
 
 
 def saved(name, **changes):
@@ -142,3 +123,33 @@ def test_an_interrupt_says_how_to_go_on(normgeo, monkeypatch):
     status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "run")
     assert status == 130
     assert "normgeo angles --resume run" in out
+
+
+def test_commands_of_the_store(normgeo, home, tmp_path):
+    words = ("capture", home / "gpt2", "--store", "s", "--data", home / "ids.npy", "--tokens", 300, "--null", 4)
+    status, out, err = normgeo(*words)
+    assert status == 0, err
+    assert "exactly" in out
+    assert normgeo("verify", "s")[0] == 0
+    assert normgeo("angles", "--store", "s", "--null", 4, "--out", "a")[0] == 0
+    assert json.loads((tmp_path / "a/run.json").read_text())["status"] == "complete"
+    assert (tmp_path / "a/figures/energy.svg").exists()
+    for command, message in (
+        (words, "already holds a store (complete)"),
+        (("capture", "--resume", "s"), "is complete"),
+        (("capture", "--resume", "a"), "nothing to resume"),
+        (("capture", home / "gpt2"), "--store to write"),
+        ((*words[:2], "--store", "a", *words[4:]), "is no store"),
+        ((*words[:2], "--store", "b", *words[4:], "--phases", "before"), "--phases takes some of"),
+        (("angles", home / "gpt2", "--store", "s"), "--store says which model"),
+        (("angles", "--store", "a"), "is no store"),
+        (("verify", "a"), "is no store"),
+    ):
+        status, _, err = normgeo(*command)
+        assert status == 1
+        assert message in err
+    assert not (tmp_path / "b").exists()
+    next((tmp_path / "s/hidden.zarr").rglob("pre/c.0.0")).write_bytes(b"")
+    status, out, err = normgeo("verify", "s")
+    assert status == 1
+    assert "is truncated" in out
