@@ -151,9 +151,11 @@ def test_the_command_under_torchrun(tmp_path):
 
 
 SCRIPT = """
-import sys
+import os, sys, time
 from pathlib import Path
 from normgeo import runs
+sync = os.fsync
+os.fsync = lambda descriptor: (time.sleep(0.05), sync(descriptor))  # a disk too slow to be done before it is killed
 from normgeo.capture import CaptureConfig, start_capture
 runs._draw = lambda table, folder: None
 run = runs.RunConfig((sys.argv[1],), sys.argv[2], batch=3, null=8, device="cpu")

@@ -46,55 +46,56 @@ def test_an_interrupted_capture_is_resumed_bit_identically(home, tmp_path, monke
 
 
 CODE = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch; torch.set_num_threads(1)
 from normgeo import capture, runs
 from normgeo.runs import RunConfig
 runs._draw = lambda table, folder: None
-home, out = Path(sys.argv[1]), Path(sys.argv[2])
+home, out, slow = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+sync = os.fsync
+os.fsync = lambda descriptor: (time.sleep(slow), sync(descriptor))  # a disk too slow to be done before a kill
 run = RunConfig((str(home / "gpt2"),), str(home / "many.npy"), batch=3, null=8, device="cpu")
 config = capture.CaptureConfig(run, ("pre", "post"), 256 * 32 * 4)
-print("ready", flush=True)
 go = capture.resume_capture if (out / "store.json").exists() else lambda o, **k: capture.start_capture(config, o, **k)
 go(out, progress=False)
 """
 
 
-def launch(home, out):
-    return subprocess.Popen([sys.executable, "-c", CODE, str(home), str(out)], stdout=subprocess.PIPE,
+def launch(home, out, slow=0.0):
+    return subprocess.Popen([sys.executable, "-c", CODE, str(home), str(out), str(slow)], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
-def killed(home, out, rounds, rng, longest):
-    """Kill a capture at random moments; gives how many kills met it at work."""
-    met = 0
-    for _ in range(rounds):
-        process = launch(home, out)
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.0, longest))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            met += 1
-        process.communicate()
-    return met
+def finished(process):
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err.decode()
+
+
+def kill_at_work(home, out, until, moment):
+    """Kill a capture `moment` seconds after `until` of its rows are complete; it must still have been at work."""
+    process = launch(home, out, slow=0.01)
+    deadline = time.monotonic() + 200
+    while len(list((out / "commits").glob("*.json"))) < until and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(moment)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
 
 
 def test_killed_processes_lose_nothing(home, tmp_path):
-    np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 600)), CONTEXT)))
-    whole = launch(home, tmp_path / "whole")
-    whole.stdout.readline()
-    began = time.monotonic()
-    _, err = whole.communicate(timeout=300)
-    assert whole.returncode == 0, err.decode()
-    rounds = int(os.environ.get("ROUNDS", 2))
-    met = killed(home, tmp_path / "cut", rounds, random.Random(rounds), 0.8 * (time.monotonic() - began))
-    print("kills", met, "of", rounds)
-    if not (tmp_path / "cut/angles.parquet").exists():
-        last = launch(home, tmp_path / "cut")
-        _, err = last.communicate(timeout=300)
-        assert last.returncode == 0, err.decode()
-    assert met or "ROUNDS" not in os.environ  # two kills may both come late where the machine has become faster
+    """ROUNDS and ROWS in the environment make it as long as one likes."""
+    rounds, texts = int(os.environ.get("ROUNDS", 2)), int(os.environ.get("ROWS", 600))
+    np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (texts, CONTEXT)))
+    finished(launch(home, tmp_path / "whole"))
+    rows, rng, complete = HiddenStateStore(tmp_path / "whole").layout.rows, random.Random(rounds), 0
+    for _ in range(rounds):
+        complete += rng.randint(0, rows // (rounds + 1))  # of the last share of the rows, none
+        kill_at_work(home, tmp_path / "cut", complete, rng.uniform(0.0, 0.05))
+    assert len(HiddenStateStore(tmp_path / "cut").committed) < rows
+    finished(launch(home, tmp_path / "cut"))
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert verify(tmp_path / "cut")[1] == []
 
