@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError
-from normgeo.models import example_inputs
+from normgeo.examples import several_inputs
 from normgeo.probing import outputs_of
 
 __all__ = ["Certificate", "certificate_inputs", "certify"]
 
 EXACT = 1e-10
 SINGLE = 1e-5
-LENGTHS = (2, 7, 16)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class _SingleInside(TorchDispatchMode):
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Inputs to compare on: several lengths, each with its own random content; none where only a user can make them."""
     try:
-        return [example_inputs(model, time, seed=time) for time in LENGTHS]
+        return several_inputs(model)
     except ModelError:
         return []
 

@@ -95,14 +95,17 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
         batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
         tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
-        rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+        dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
+        rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
         out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
     ) -> None:
-        """Compare the disk with the store, and the forward pass with and without capture."""
+        """Compare the disk, the store, the forward pass with and without capture, and the store read again."""
         from normgeo.store_bench import bench_store
 
         quiet()
-        frame = bench_store(model, folder, data=data, context=context, batch=batch, n_tokens=tokens, rounds=rounds)
+        frame = bench_store(
+            model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
+        )
         console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
         if out is not None:
             frame.to_parquet(out, index=False)

@@ -14,7 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.errors import ModelError
 
-__all__ = ["example_inputs"]
+__all__ = ["TIMES", "example_inputs", "max_context", "several_inputs"]
+
+TIMES = (2, 7, 16)
+"""Tokens of inputs to compare outputs on, where a model takes as many."""
 
 GRID = 4
 """Patches along each side of an image, where a model is given patches."""
@@ -27,8 +30,28 @@ WITH = {
 """What a model takes with its main input, and needs although its signature has a default."""
 
 
-def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict[str, Tensor]:
+def max_context(model: PreTrainedModel) -> int | None:
+    """The longest context the model has positions for, or None where its configuration names no bound."""
+    text = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    found = (getattr(text, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def several_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Inputs of several lengths up to the longest that the model takes, each with its own random content.
+
+    Raises:
+        ModelError: as for `example_inputs`.
+    """
+    longest = max_context(model) or max(TIMES)
+    return [example_inputs(model, time, seed=time) for time in dict.fromkeys(min(time, longest) for time in TIMES)]
+
+
+def example_inputs(model: PreTrainedModel, time: int | None = None, seed: int = 0) -> dict[str, Tensor]:
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
+
+    Of 7 tokens, unless said, or of fewer where the model has positions for fewer.
 
     Made are the main input, everything else that the forward pass requires, and the other modality of a model that
     reads text and images side by side. A model that puts images between its tokens is given text alone.
@@ -37,6 +60,7 @@ def example_inputs(model: PreTrainedModel, time: int = 7, seed: int = 0) -> dict
         ModelError: the model requires an input of a kind this function cannot make.
     """
     config, main = model.config, model.main_input_name
+    time = min(7, max_context(model) or 7) if time is None else time
     taken = inspect.signature(model.forward).parameters
     names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
     names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]

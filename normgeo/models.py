@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrain
 
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ModelError
-from normgeo.examples import example_inputs
+from normgeo.examples import example_inputs, max_context
 from normgeo.norms import RMSNorm
 
 __all__ = [
@@ -245,22 +245,6 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head: hidden states do not need logits, and the head costs a quarter of a small model."""
     return cast(PreTrainedModel, model.base_model)
-
-
-def max_context(model: PreTrainedModel) -> int | None:
-    """The longest context the model has positions for, or None where its configuration names no bound."""
-    text = model.config.get_text_config(decoder=True)
-    for name in (
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-    ):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from normgeo.certify import SINGLE
 from normgeo.conversion import Conversion
-from normgeo.models import example_inputs
+from normgeo.examples import several_inputs
 from normgeo.probing import outputs_of, same
 
 __all__ = ["native_model"]
@@ -60,7 +60,4 @@ def _candidate(converted: PreTrainedModel, config_class: Any, model_class: Any, 
 
 def _equal(converted: PreTrainedModel, model: PreTrainedModel) -> bool:
     a, b = copy.deepcopy(converted).float().eval(), copy.deepcopy(model).float().eval()
-    return all(
-        same(outputs_of(a, inputs), outputs_of(b, inputs), SINGLE)
-        for inputs in (example_inputs(converted, time, seed=time) for time in (2, 7, 16))
-    )
+    return all(same(outputs_of(a, inputs), outputs_of(b, inputs), SINGLE) for inputs in several_inputs(converted))

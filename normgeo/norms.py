@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 try:
     from normgeo.kernels import norm_ops
@@ -126,14 +125,16 @@ class RMSNorm(_Norm):
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
-        if not self.centered or x.dtype == torch.float64 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.centered or x.dtype is torch.float64 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().plain(x)
-        weight = None if self.weight is None else (self.weight + self.offset if self.offset else self.weight)
-        if any(p is not None and p.dtype != x.dtype for p in (weight, self.bias)):
-            return super().plain(x)
+        weight, bias = self.weight, self.bias
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
-        return functional.layer_norm(x, (self.d,), weight, self.bias, self.eps)
+        elif self.offset:
+            weight = weight + self.offset
+        if weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
+            return super().plain(x)
+        return torch.layer_norm(x, (self.d,), weight, bias, self.eps)
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input [..., d], before scale-and-shift."""

@@ -27,6 +27,7 @@ from normgeo.angles import AngleTable, select_sites
 from normgeo.errors import NormGeoError, RunError, StoreError
 from normgeo.geometry import Directions
 from normgeo.progress import progress_bar
+from normgeo.rebuild import Rebuild
 from normgeo.runs import default_out, full_disk_explained, save_record, write_results
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
@@ -198,6 +199,9 @@ class _Reader:
         self.scan, self.store, self.sites = scan, store, select_sites(store.sites, scan.sites)
         widths = sorted({site.d for site in self.sites})
         self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
+        stored = {spec.name for spec in store.layout.arrays}
+        missing = [site for site in self.sites if f"sites/{site.key}/post" not in stored]
+        self._rebuild = {site.key: store.rebuild(site) for site in missing}
 
     def statistics(self) -> AngleStatistics:
         """Empty ones."""
@@ -207,7 +211,9 @@ class _Reader:
     def run(self, task: _Task) -> _Found:
         """Read the task's rows to their ends, and on to the end of its last batch."""
         statistics, chunk, stop = self.statistics(), self.store.layout.chunk, self.store.layout.stop(task.stop - 1)
-        replays = [_Replay(self.store, site, task.first) for site in self.sites]
+        replays = [_Replay(self.store, site, self._rebuild.get(site.key), task.first) for site in self.sites]
+        for replay in replays:
+            replay.expect(range(task.first, task.stop))
         at = task.first * chunk
         with torch.inference_mode():
             for batch in task.batches:
@@ -227,13 +233,17 @@ class _Reader:
 class _Replay:
     """What went into and came out of one norm, from the beginning of a row on."""
 
-    def __init__(self, store: HiddenStateStore, site: NormSite, row: int) -> None:
+    def __init__(self, store: HiddenStateStore, site: NormSite, rebuild: Rebuild | None, row: int) -> None:
         self.store, self.site, self.differs = store, site, False
         self._pre = ChunkReader(store, store.spec(site.key, "pre"), row)
-        stored = any(spec.name == f"sites/{site.key}/post" for spec in store.layout.arrays)
-        self._post = ChunkReader(store, store.spec(site.key, "post"), row) if stored else None
-        self._rebuild = None if stored else store.rebuild(site)
-        self._at, self._crc = row * store.layout.chunk, 0
+        self._post = ChunkReader(store, store.spec(site.key, "post"), row) if rebuild is None else None
+        self._rebuild, self._at, self._crc = rebuild, row * store.layout.chunk, 0
+
+    def expect(self, rows: range) -> None:
+        """Have what will be read of these rows come while others are computed with."""
+        for reader in (self._pre, self._post):
+            if reader is not None:
+                reader.expect(rows)
 
     def next(self, n: int) -> tuple[Tensor, Tensor]:
         """The vectors of the next `n` tokens, before and after the norm."""

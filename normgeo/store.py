@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +44,11 @@ class ChunkReader:
 
     def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0) -> None:
         self.store, self.spec, self._at, self._crc = store, spec, row * store.layout.chunk, 0
+
+    def expect(self, rows: Iterable[int]) -> None:
+        """Have the storage begin to read these rows."""
+        for row in rows:
+            self.store.storage.expect(f"hidden.zarr/{self.spec.chunk_file(row)}")
 
     def read(self, n: int) -> Shaped[np.ndarray, ...]:
         """The next `n` tokens as they are stored: [vectors, d], or [tokens].

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,8 +17,10 @@ import pandas as pd
 import torch
 
 from normgeo.angles import new_statistics
+from normgeo.capture import CaptureConfig, start_capture
 from normgeo.geometry import Directions
 from normgeo.runs import Job, RunConfig, prepare
+from normgeo.scan import angles_from_store
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.storage import Disk
@@ -26,21 +31,23 @@ from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
 
+DISK, FORWARD, READING = "disk, one file, fsync", "forward", "reading the store's bytes"
 
-def store_rate(folder: Path, *, sites: int = 8, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
-    """Bytes a second at which a store takes bfloat16 vectors that are there already, checksums and fsync included.
+
+def store_rate(folder: Path, *, sites: int = 4, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
+    """Bytes a second at which a store takes all phases in float32, as if they were there already, fsync included.
 
     Args:
         folder: on the disk to measure.
-        sites: how many arrays.
+        sites: how many norms.
         d: width of the vectors.
         n_tokens: tokens, in whole batches.
         batch: tokens at once.
     """
     places = [NormSite(f"norm{i}", "rmsnorm", "attention", i, "layers", d, 1e-5) for i in range(sites)]
     statistics = AngleStatistics(places, {d: Directions.seeded(d, 0)})
-    layout = Layout.of(places, ["bfloat16"] * sites, ("pre", "post"), n_tokens)
-    hidden, ids = torch.randn(batch, d).bfloat16(), np.zeros((1, batch), np.int64)
+    layout = Layout.of(places, ["float32"] * sites, ("pre", "standardized", "post"), n_tokens)
+    hidden, ids = torch.randn(batch, d), np.zeros((1, batch), np.int64)
     with _new_store(folder, layout) as disk:
         began = time.perf_counter()
         with StoreWriter(disk, "bench", layout, places, statistics) as writer:
@@ -66,39 +73,88 @@ def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
 
 def bench_store(
     model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
-    rounds: int = 3,
+    dtype: str | None = None, rounds: int = 3,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure, once a round each: the disk, the store, and a forward pass alone, with statistics, and captured.
+    """Measure, once a round each: the disk, the store, a forward pass alone and captured, and the store read again.
+
+    What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory.
 
     Returns:
-        One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written and `tokens_per_s`.
+        One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
+        `ratio` and its quartiles `ratio_q25`, `ratio_q75`: the seconds that a byte or a token takes, over those of the
+        variant named in `baseline` in the same round.
 
     Raises:
         NormGeoError: whatever is wrong with the model or the data.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = prepare(RunConfig((model,), data, n_tokens, context, batch, keep="none"), model)
-    dtype = str(job.model.dtype).removeprefix("torch.")
-    layout = Layout.of(job.sites, [dtype] * len(job.sites), ("pre",), n_tokens)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    rates: dict[str, list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        rates["disk, one file, fsync"].append(Disk(folder).rate(512 << 20))
-        rates["store, fsync and checksums"].append(store_rate(folder))
-        for name, sites, store in (("forward", [], None), ("statistics", job.sites, None),
-                                   ("statistics and capture", job.sites, folder)):  # fmt: skip
-            seconds[name].append(_pass(job, sites, layout, store, batch))
-    rows = [{"variant": name, "mb_per_s": float(np.median(found)) / 1e6} for name, found in rates.items()]
-    for name, found in seconds.items():
-        took = float(np.median(found))
-        written = layout.nbytes / took / 1e6 if "capture" in name else np.nan
-        rows.append({"variant": name, "seconds": took, "tokens_per_s": n_tokens / took, "mb_per_s": written})
-    return pd.DataFrame(rows)
+    run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
+    job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
+    stored = str(job.model.dtype).removeprefix("torch.")
+    layout = Layout.of(job.sites, [stored] * len(job.sites), ("pre",), n_tokens)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
+        whole = Path(scratch) / "store"
+        start_capture(CaptureConfig(run, ("pre",)), whole, progress=False)
+        for _ in range(rounds):
+            seconds[DISK].append(layout.nbytes / Disk(folder).rate(512 << 20))
+            seconds["store, all phases in float32"].append(layout.nbytes / store_rate(folder))
+            seconds[FORWARD].append(_pass(job, [], layout, None, batch))
+            seconds["forward, statistics"].append(_pass(job, job.sites, layout, None, batch))
+            seconds["forward, statistics, capture"].append(_pass(job, job.sites, layout, folder, batch))
+            seconds[READING].append(_read(whole))
+            seconds["scan: all angles from the store"].append(_scan(whole))
+    return pd.DataFrame([_row(name, seconds, layout.nbytes, n_tokens) for name in seconds])
+
+
+def _row(name: str, seconds: dict[str, list[float]], nbytes: int, n_tokens: int) -> dict[str, str | float]:
+    baseline = DISK if name.startswith(("disk", "store")) else FORWARD if name.startswith("forward") else READING
+    ratios = np.array(seconds[name]) / np.array(seconds[baseline])
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    took = float(np.median(seconds[name]))
+    moved = name != FORWARD and name != "forward, statistics"
+    return {
+        "variant": name, "seconds": took, "mb_per_s": nbytes / took / 1e6 if moved else np.nan,
+        "tokens_per_s": n_tokens / took, "baseline": baseline, "ratio": middle, "ratio_q25": low, "ratio_q75": high,
+    }  # fmt: skip
+
+
+def _forget(files: Iterable[Path]) -> None:
+    """Have the system drop what it keeps of files in memory."""
+    for file in files if hasattr(os, "posix_fadvise") else []:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(store: Path) -> float:
+    """Seconds that the bytes of a store's chunks take, read side by side by as many threads as a scan has."""
+    files = sorted((store / "hidden.zarr/sites").rglob("pre/c.*"))
+    _forget(files)
+    buffers = threading.local()
+
+    def read(file: Path) -> None:
+        with file.open("rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if getattr(buffers, "size", -1) < size:
+                buffers.bytes, buffers.size = np.empty(size, np.uint8), size
+            opened.readinto(buffers.bytes[:size].data)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(read, files))
+    return time.perf_counter() - began
+
+
+def _scan(store: Path) -> float:
+    """Seconds that all angles take from a store, those to the null ensemble included."""
+    _forget((store / "hidden.zarr").rglob("c.*"))
+    began = time.perf_counter()
+    angles_from_store(store, progress=False)
+    return time.perf_counter() - began
 
 
 def _pass(job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int) -> float:
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
-    statistics = new_statistics(job.model, job.sites, null=0, seed=0, null_every=16, bos=job.bos)
+    statistics = new_statistics(job.model, job.sites, null=256, seed=0, null_every=16, bos=job.bos)
     sinks = [statistics] if sites else []
     with _new_store(folder, layout) if folder else nullcontext() as disk:
         began = time.perf_counter()

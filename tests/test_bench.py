@@ -4,7 +4,7 @@ import pytest
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import models, runs, store_bench
+from normgeo import find_sites, models, runs, store_bench
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -64,8 +64,21 @@ def test_an_empty_stream_is_refused():
 
 
 def test_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n: runs.BLOCK_TOKENS * 1.0)
+    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: runs.BLOCK_TOKENS * 1.0)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
-    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=1)
-    assert len(frame) == 5
+    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=2)
+    of = frame.set_index("variant")
+    assert len(of) == 7
+    assert all(of.ratio[name] == 1 for name in set(of.baseline))
+    assert (of.seconds > 0).all()
+    assert (of.ratio_q25 <= of.ratio).all()
+    nbytes = 1024 * 192 * 4 * sum(site.d == 192 for site in find_sites(models.load_model("embedded-layernorm")))
+    moved = of[of.mb_per_s.notna()]
+    assert len(moved) == 5
+    np.testing.assert_allclose(moved.mb_per_s * moved.seconds, nbytes / 1e6, rtol=1e-2)  # and of the token ids
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_store_alone(tmp_path):
+    assert store_bench.store_rate(tmp_path, sites=1, d=64, n_tokens=256, batch=128) > 0
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,8 @@ model = getattr(transformers, auto).from_pretrained(path, **kwargs).eval()
 facts = torch.load(facts, weights_only=True)
 with torch.no_grad():
     logits = model(**facts["inputs"]).logits
-assert torch.equal(logits, facts["logits"]), (logits - facts["logits"]).abs().max()
+# some matrix libraries round by where in memory their operands lie, which another process chooses anew
+torch.testing.assert_close(logits, facts["logits"], rtol=1e-6, atol=1e-6)
 if "generated" in facts:
     made = model.generate(facts["inputs"]["input_ids"], max_new_tokens=5, do_sample=False)
     assert torch.equal(made, facts["generated"]), made
@@ -73,9 +74,9 @@ def test_a_checkpoint_loads_without_this_package(name, auto, options, expected, 
     assert "the same" in result.stdout, result.stderr[-2000:]
     mine = load_model(tmp_path / "out")  # without running the checkpoint's code
     with torch.no_grad():
-        assert torch.equal(mine(**inputs).logits, facts["logits"])
+        torch.testing.assert_close(mine(**inputs).logits, facts["logits"], rtol=1e-6, atol=1e-6)
         monkeypatch.undo()
-        tolerance = 1e-5 if expected == "native" else 0.0
+        tolerance = 1e-5 if expected == "native" else 1e-6
         torch.testing.assert_close(mine(**inputs).logits, model(**inputs).logits, rtol=tolerance, atol=tolerance)
 
 

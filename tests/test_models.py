@@ -6,8 +6,9 @@ import pytest
 import torch
 from zoo import CONFIGS, tiny
 
-from normgeo import load_model, load_tokenizer, load_tokens
+from normgeo import convert, load_model, load_tokenizer, load_tokens
 from normgeo.errors import ModelError
+from normgeo.examples import several_inputs
 from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
 from normgeo.tokens import SAMPLE
 from normgeo.training import evaluate
@@ -113,3 +114,11 @@ def test_longest_context_and_base():
     assert max_context(tiny("t5")) is None
     model = tiny("llama")
     assert base_model(model) is model.model
+
+
+def test_examples_fit_short_contexts():
+    model = tiny("gpt2", n_positions=5)
+    assert [inputs["input_ids"].shape[1] for inputs in several_inputs(model)] == [2, 5]
+    assert example_inputs(model)["input_ids"].shape == (2, 5)
+    assert example_inputs(tiny("gpt2"))["input_ids"].shape == (2, 7)
+    assert convert(model).certificate.passed

@@ -47,7 +47,7 @@ def test_outputs_are_those_of_the_converted_model(name, converted):
     before = outputs_of(model, inputs)
     fused = optimize(model)
     assert len(fused_norms(fused)) == FUSED[name]
-    assert relative(outputs_of(fused, inputs), exact) <= 2 * relative(before, exact)
+    assert relative(outputs_of(fused, inputs), exact) <= 2 * relative(before, exact) + torch.finfo().eps
 
 
 @torch.no_grad()

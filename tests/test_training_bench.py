@@ -152,3 +152,8 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     out.unlink()
     with pytest.raises(DataError, match="no table of"):
         training_cost.compute(out)
+
+
+def test_contexts_shorter_than_the_examples():
+    frame = bench_training(small(context=4), vocabulary=48, rounds=1)
+    assert set(frame.form) == set(FORMS)
