@@ -31,7 +31,8 @@ from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
 
-DISK, FORWARD, READING = "disk, one file, fsync", "forward", "reading the store's bytes"
+DISK, STORE = "disk, one file, fsync", "store, all phases in float32"
+FORWARD, CAPTURE = "forward", "forward, statistics, capture of pre"
 
 
 def store_rate(folder: Path, *, sites: int = 4, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
@@ -75,9 +76,11 @@ def bench_store(
     model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
     dtype: str | None = None, rounds: int = 3,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure, once a round each: the disk, the store, a forward pass alone and captured, and the store read again.
+    """Measure, once a round each: the disk, the store, a forward pass alone and captured, and stores read again.
 
-    What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory.
+    What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
+    scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
+    half of the bytes and computes more.
 
     Returns:
         One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
@@ -91,29 +94,34 @@ def bench_store(
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
     stored = str(job.model.dtype).removeprefix("torch.")
-    layout = Layout.of(job.sites, [stored] * len(job.sites), ("pre",), n_tokens)
+    layouts = {p: Layout.of(job.sites, [stored] * len(job.sites), p, n_tokens) for p in (("pre",), ("pre", "post"))}
+    layout = layouts["pre",]
+    nbytes = {name: layout.nbytes for name in (DISK, STORE, CAPTURE)}
     with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
-        whole = Path(scratch) / "store"
-        start_capture(CaptureConfig(run, ("pre",)), whole, progress=False)
+        for phases in layouts:
+            start_capture(CaptureConfig(run, phases), Path(scratch) / " ".join(phases), progress=False)
         for _ in range(rounds):
             seconds[DISK].append(layout.nbytes / Disk(folder).rate(512 << 20))
-            seconds["store, all phases in float32"].append(layout.nbytes / store_rate(folder))
+            seconds[STORE].append(layout.nbytes / store_rate(folder))
             seconds[FORWARD].append(_pass(job, [], layout, None, batch))
             seconds["forward, statistics"].append(_pass(job, job.sites, layout, None, batch))
-            seconds["forward, statistics, capture"].append(_pass(job, job.sites, layout, folder, batch))
-            seconds[READING].append(_read(whole))
-            seconds["scan: all angles from the store"].append(_scan(whole))
-    return pd.DataFrame([_row(name, seconds, layout.nbytes, n_tokens) for name in seconds])
+            seconds[CAPTURE].append(_pass(job, job.sites, layout, folder, batch))
+            for phases, found in layouts.items():
+                of = f"of {' and '.join(phases)}"
+                for name, measure in (("reading", _read), ("scan", _scan)):
+                    seconds[f"{name} {of}"].append(measure(Path(scratch) / " ".join(phases)))
+                    nbytes[f"{name} {of}"] = found.nbytes
+    return pd.DataFrame([_row(name, seconds, nbytes.get(name), n_tokens) for name in seconds])
 
 
-def _row(name: str, seconds: dict[str, list[float]], nbytes: int, n_tokens: int) -> dict[str, str | float]:
-    baseline = DISK if name.startswith(("disk", "store")) else FORWARD if name.startswith("forward") else READING
+def _row(name: str, seconds: dict[str, list[float]], nbytes: int | None, n_tokens: int) -> dict[str, str | float]:
+    first, _, rest = name.partition(" ")
+    baseline = {"disk,": DISK, "store,": DISK, "scan": f"reading {rest}", "reading": name}.get(first, FORWARD)
     ratios = np.array(seconds[name]) / np.array(seconds[baseline])
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     took = float(np.median(seconds[name]))
-    moved = name != FORWARD and name != "forward, statistics"
     return {
-        "variant": name, "seconds": took, "mb_per_s": nbytes / took / 1e6 if moved else np.nan,
+        "variant": name, "seconds": took, "mb_per_s": nbytes / took / 1e6 if nbytes else np.nan,
         "tokens_per_s": n_tokens / took, "baseline": baseline, "ratio": middle, "ratio_q25": low, "ratio_q75": high,
     }  # fmt: skip
 
@@ -127,7 +135,7 @@ def _forget(files: Iterable[Path]) -> None:
 
 def _read(store: Path) -> float:
     """Seconds that the bytes of a store's chunks take, read side by side by as many threads as a scan has."""
-    files = sorted((store / "hidden.zarr/sites").rglob("pre/c.*"))
+    files = sorted((store / "hidden.zarr/sites").rglob("c.*"))
     _forget(files)
     buffers = threading.local()
 

@@ -68,14 +68,15 @@ def test_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
     frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=2)
     of = frame.set_index("variant")
-    assert len(of) == 7
+    assert len(of) == 9
     assert all(of.ratio[name] == 1 for name in set(of.baseline))
     assert (of.seconds > 0).all()
     assert (of.ratio_q25 <= of.ratio).all()
-    nbytes = 1024 * 192 * 4 * sum(site.d == 192 for site in find_sites(models.load_model("embedded-layernorm")))
-    moved = of[of.mb_per_s.notna()]
-    assert len(moved) == 5
-    np.testing.assert_allclose(moved.mb_per_s * moved.seconds, nbytes / 1e6, rtol=1e-2)  # and of the token ids
+    moved = (of.mb_per_s * of.seconds).round().dropna()
+    one_phase = 1024 * 192 * 4 * len(find_sites(models.load_model("embedded-layernorm"))) / 1e6
+    assert len(moved) == 7
+    for name, found in moved.items():
+        assert found == pytest.approx(one_phase * (2 if "and post" in name else 1), rel=0.05), name
     assert list(tmp_path.iterdir()) == []
 
 
