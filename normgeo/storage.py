@@ -195,7 +195,7 @@ class Disk(Storage):
             return sum(file.readinto(part.data) or 0 for part in parts)
 
     def expect(self, name: str) -> None:
-        """Have the system begin to read a file into memory, where it can; what is wrong with it shows when it is read."""
+        """Have the system begin to read a file into memory, where it can; errors show when it is read."""
         with suppress(OSError):
             if hasattr(os, "posix_fadvise"):
                 with (self.path / name).open("rb", buffering=0) as file:
