@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
-from normgeo.norms import SMALL
 from normgeo.probing import outputs_of, same
 
 __all__ = ["fused_norms", "optimize"]
@@ -32,6 +31,7 @@ is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at ever
 
 ADD = "_normgeo_add"
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
+SMALL = 1 << 14  # numbers under which a fused kernel takes longer to be reached than torch's two operations
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
 

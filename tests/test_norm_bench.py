@@ -6,8 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from analyses import norm_kernels
 from normgeo import cli
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.norm_bench import NORMS, SHAPES, bench_norms, norm_summary
 from normgeo.norms import CRMSNorm, RMSNorm
 
@@ -30,6 +31,20 @@ def test_every_norm_is_timed_in_every_round():
         assert nbytes["RMSNorm"] == nbytes["copy"] == 2 * numbers
         assert nbytes["add + layer_norm"] == 4 * numbers
     assert (raw.seconds > 0).all()
+
+
+def test_the_analysis(tmp_path):
+    bench_norms(((2, 3, 16), (1, 2, 9)), rounds=3, seconds=1.0).to_parquet(tmp_path / "raw.parquet")
+    frame = norm_kernels.compute(tmp_path / "raw.parquet")
+    assert len(norm_kernels.plot(frame).axes) == 2
+    lines = norm_kernels.markdown(frame).splitlines()
+    assert len(lines) == 2 + frame.norm.nunique()
+    assert lines[0].count("|") == 2 + 4
+    for wrong in (tmp_path / "missing.parquet", tmp_path / "other.parquet"):
+        pd.DataFrame({"norm": []}).to_parquet(tmp_path / "other.parquet")
+        with pytest.raises(DataError, match="no table that `normgeo bench norms"):
+            norm_kernels.compute(wrong)
+    assert {"device", "torch", "commit"} <= set(norm_kernels.compute())
 
 
 def test_summary_by_hand():

@@ -1,0 +1,80 @@
+"""Norms alone, measured by `normgeo bench norms`: time over torch's LayerNorm, and how much of it is the kernel.
+
+The residual addition is counted where a norm is fused with it. A kernel of the same style for LayerNorm tells what
+RMSNorm itself saves from what a better kernel does; a copy is what memory allows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+
+from analyses import _axes
+from normgeo import figures
+from normgeo.errors import DataError
+from normgeo.norm_bench import bench_norms, norm_summary
+
+STORED = Path(__file__).parent / "data" / "norm_kernels.parquet"
+SHOWN = {
+    "rms_norm": "F.rms_norm", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",
+    "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm", "copy": "a copy of its input",
+}  # fmt: skip
+
+
+def compute(run: Path | None = None) -> pd.DataFrame:
+    """Medians and quartiles by shape, dtype and norm, as `norm_bench.norm_summary` gives them.
+
+    Args:
+        run: what `normgeo bench norms --out` wrote; None is the kept one, or where there is none a short run.
+
+    Raises:
+        DataError: the file is no such table.
+    """
+    if run is None and not STORED.is_file():
+        return norm_summary(bench_norms(rounds=10, seconds=1.0))
+    path = STORED if run is None else run
+    raw = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    if not {"norm", "bytes", "shape"} <= set(raw):
+        raise DataError(f"{path} is no table that `normgeo bench norms --out` wrote")
+    return norm_summary(raw)
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Median ratios to torch's LayerNorm, or to addition and LayerNorm; a column for each shape and dtype."""
+    wide = frame.pivot_table("ratio", "norm", ["dtype", "shape"], sort=False)
+    head = " | ".join(f"{dtype}, {shape}" for dtype, shape in wide.columns)  # pyright: ignore
+    lines = [f"| | {head} |", "| --- |" + " ---: |" * wide.shape[1]]
+    lines += [f"| {name} | " + " | ".join(f"{v:.2f}" for v in row) + " |" for name, row in wide.iterrows()]
+    return "\n".join(lines) + "\n"
+
+
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Bars for each shape, an axis for each dtype, with quartiles."""
+    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
+    parts = list(frame.groupby("dtype", sort=False))
+    figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.9 + 1.9 * len(parts)), layout="constrained")
+    shown = [name for name in SHOWN if name in set(frame.norm)]
+    for axes, (dtype, part) in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts, strict=True):
+        shapes, wide = list(part["shape"].unique()), 0.84 / len(shown)
+        for k, name in enumerate(shown):
+            rows = part[part.norm == name].set_index("shape").reindex(shapes)
+            error = np.abs(rows[["ratio_q25", "ratio_q75"]].to_numpy().T - rows.ratio.to_numpy())
+            axes.bar(
+                np.arange(len(shapes)) + wide * (k - (len(shown) - 1) / 2), rows.ratio, wide, yerr=error,
+                label=SHOWN[name], color="0.72" if name == "copy" else _axes.PALETTE[k], linewidth=0,
+                error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
+            )  # fmt: skip
+        axes.axhline(1, color="0.3", linewidth=0.6)
+        axes.set_ylim(0, 1.6)  # what torch's own RMSNorm has beyond is no matter
+        axes.set_xticks(np.arange(len(shapes)), [s.replace("x", " x ") for s in shapes])
+        axes.set_title(dtype)
+        axes.set_ylabel("time / torch's LayerNorm")
+        axes.grid(visible=False, axis="x")
+    _axes.legend(figure, columns=3)
+    devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
+    figure.suptitle(f"Norms alone, their input in the cache where it fits\n{devices}", fontsize=9)
+    return figure
