@@ -29,7 +29,7 @@ __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 FEW = {torch.float32: 1 << 19, torch.bfloat16: 1 << 16, torch.float16: 1 << 16}
 """Numbers under which, on a CPU and inside a model, a kernel is no faster than torch's LayerNorm: matrix products leave
-nothing else in the caches, memory is read as fast by the one as by the other, and a kernel takes longer to be reached."""
+nothing else in the caches, memory is read as fast by one as by the other, and a kernel takes longer to be reached."""
 
 
 class _Norm(nn.Module):
