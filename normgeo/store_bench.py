@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from normgeo.tokens import TokenBatch
 __all__ = ["bench_store", "store_rate"]
 
 DISK, STORE = "disk, one file, fsync", "store, all phases in float32"
-FORWARD, CAPTURE = "forward", "forward, statistics, capture of pre"
+FORWARD, STATISTICS, CAPTURE = "forward", "forward, statistics", "forward, statistics, capture of pre"
 
 
 def store_rate(folder: Path, *, sites: int = 4, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
@@ -76,7 +78,7 @@ def bench_store(
     model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
     dtype: str | None = None, rounds: int = 3,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure, once a round each: the disk, the store, a forward pass alone and captured, and stores read again.
+    """Measure, once a round each, in random order: the disk, the store, a forward pass alone and captured, and stores read again.
 
     What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
     scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
@@ -100,18 +102,22 @@ def bench_store(
     with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
         for phases in layouts:
             start_capture(CaptureConfig(run, phases), Path(scratch) / " ".join(phases), progress=False)
+        measures: dict[str, Callable[[], float]] = {
+            DISK: lambda: layout.nbytes / Disk(folder).rate(512 << 20),
+            STORE: lambda: layout.nbytes / store_rate(folder),
+            FORWARD: lambda: _pass(job, [], layout, None, batch),
+            STATISTICS: lambda: _pass(job, job.sites, layout, None, batch),
+            CAPTURE: lambda: _pass(job, job.sites, layout, folder, batch),
+        }
+        for phases, found in layouts.items():
+            where, of = Path(scratch) / " ".join(phases), f"of {' and '.join(phases)}"
+            measures |= {f"reading {of}": partial(_read, where), f"scan {of}": partial(_scan, where)}
+            nbytes |= {f"reading {of}": found.nbytes, f"scan {of}": found.nbytes}
+        order = random.Random(0)  # a processor that has waited for a disk computes faster for a while
         for _ in range(rounds):
-            seconds[DISK].append(layout.nbytes / Disk(folder).rate(512 << 20))
-            seconds[STORE].append(layout.nbytes / store_rate(folder))
-            seconds[FORWARD].append(_pass(job, [], layout, None, batch))
-            seconds["forward, statistics"].append(_pass(job, job.sites, layout, None, batch))
-            seconds[CAPTURE].append(_pass(job, job.sites, layout, folder, batch))
-            for phases, found in layouts.items():
-                of = f"of {' and '.join(phases)}"
-                for name, measure in (("reading", _read), ("scan", _scan)):
-                    seconds[f"{name} {of}"].append(measure(Path(scratch) / " ".join(phases)))
-                    nbytes[f"{name} {of}"] = found.nbytes
-    return pd.DataFrame([_row(name, seconds, nbytes.get(name), n_tokens) for name in seconds])
+            for name in order.sample(list(measures), len(measures)):
+                seconds[name].append(measures[name]())
+    return pd.DataFrame([_row(name, seconds, nbytes.get(name), n_tokens) for name in measures])
 
 
 def _row(name: str, seconds: dict[str, list[float]], nbytes: int | None, n_tokens: int) -> dict[str, str | float]:
