@@ -24,6 +24,8 @@ SHOWN = {
     "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm", "copy": "a copy of its input",
 }  # fmt: skip
 
+TOP = 1.6  # of the axes; what is beyond is written on its bar
+
 
 def compute(run: Path | None = None) -> pd.DataFrame:
     """Medians and quartiles by shape, dtype and norm, as `norm_bench.norm_summary` gives them.
@@ -68,8 +70,12 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 label=SHOWN[name], color="0.72" if name == "copy" else _axes.PALETTE[k], linewidth=0,
                 error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
             )  # fmt: skip
+            for at, value in enumerate(rows.ratio):
+                if value > TOP:
+                    place = at + wide * (k - (len(shown) - 1) / 2)
+                    axes.text(place, 0.97 * TOP, f"{value:.1f}", ha="center", va="top", color="white", fontsize=6)
         axes.axhline(1, color="0.3", linewidth=0.6)
-        axes.set_ylim(0, 1.6)  # what torch's own RMSNorm has beyond is no matter
+        axes.set_ylim(0, TOP)
         axes.set_xticks(np.arange(len(shapes)), [s.replace("x", " x ") for s in shapes])
         axes.set_title(dtype)
         axes.set_ylabel("time / torch's LayerNorm")

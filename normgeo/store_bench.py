@@ -78,7 +78,7 @@ def bench_store(
     model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
     dtype: str | None = None, rounds: int = 3,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure, once a round each, in random order: the disk, the store, a forward pass alone and captured, and stores read again.
+    """Measure the disk, the store, a forward pass alone and captured, and stores read again, in a random order.
 
     What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
     scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
