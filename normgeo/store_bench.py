@@ -98,7 +98,7 @@ def bench_store(
     stored = str(job.model.dtype).removeprefix("torch.")
     layouts = {p: Layout.of(job.sites, [stored] * len(job.sites), p, n_tokens) for p in (("pre",), ("pre", "post"))}
     layout = layouts["pre",]
-    nbytes = dict.fromkeys((DISK, STORE, CAPTURE), layout.nbytes)
+    nbytes: dict[str, int] = dict.fromkeys((DISK, STORE, CAPTURE), layout.nbytes)
     with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
         for phases in layouts:
             start_capture(CaptureConfig(run, phases), Path(scratch) / " ".join(phases), progress=False)
