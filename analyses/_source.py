@@ -1,4 +1,4 @@
-"""Where the numbers come from: a finished run, or else the embedded pair on the embedded sample."""
+"""Where the numbers come from: a finished run or benchmark, or else the embedded pair, or a kept benchmark."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from normgeo.errors import DataError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer
 from normgeo.tokens import load_tokens
 
+KEPT = Path(__file__).parent / "data"
 CONTEXT = 256
 """The context that the embedded pair was trained with."""
 
@@ -34,6 +35,28 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
         tokens = load_tokens("sample", load_tokenizer(name), context=CONTEXT)
         tables.append(measure_angles(load_model(name), tokens, n_tokens=n_tokens, name=name, progress=False))
     return AngleTable.concatenated(tables)
+
+
+def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.DataFrame:
+    """The times that a benchmark wrote.
+
+    Args:
+        run: the file; None is the kept one.
+        kept: its name in `analyses/data`.
+        columns: some that its tables have and others have not.
+        command: what writes such a table.
+
+    Raises:
+        DataError: the file is no such table.
+    """
+    path = KEPT / kept if run is None else run
+    try:
+        frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    except ValueError:  # no parquet at all
+        frame = pd.DataFrame()
+    if not columns <= set(frame):
+        raise DataError(f"{path} is no table that `{command} --out` wrote")
+    return frame
 
 
 def depth(frame: pd.DataFrame) -> pd.Series:

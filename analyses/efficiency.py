@@ -14,14 +14,10 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 
-from analyses import _axes
+from analyses import _axes, _source
 from normgeo import figures
-from normgeo.errors import DataError
-from normgeo.inference_bench import bench_inference, summary
-from normgeo.inference_models import build
+from normgeo.inference_bench import summary
 
-STORED = Path(__file__).parent / "data" / "efficiency.parquet"
-SHORT = ("vit-tiny",)
 LABELS = {
     "original": "Pre-LN", "original-kernel": "Pre-LN, kernel", "pre-rmsnorm": "Pre-RMSNorm",
     "pre-rmsnorm-torch": "Pre-RMSNorm, F.rms_norm", "pre-crmsnorm": "Pre-CRMSNorm, d - 1",
@@ -35,18 +31,12 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     """Medians and quartiles by case and variant, as `inference_bench.summary` gives them.
 
     Args:
-        run: what `normgeo bench inference --out` wrote; None is the kept one, or where there is none a short run.
+        run: what `normgeo bench inference --out` wrote; None is the kept one.
 
     Raises:
         DataError: the file is no such table.
     """
-    if run is None and not STORED.is_file():
-        return summary(pd.concat([bench_inference(build(name), name, seconds=5.0) for name in SHORT]))
-    path = STORED if run is None else run
-    raw = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
-    if "norm_seconds" not in raw:
-        raise DataError(f"{path} is no table that `normgeo bench inference --out` wrote")
-    return summary(raw)
+    return summary(_source.raw(run, "efficiency.parquet", {"norm_seconds", "variant"}, "normgeo bench inference"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -13,12 +13,10 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 
-from analyses import _axes
+from analyses import _axes, _source
 from normgeo import figures
-from normgeo.errors import DataError
-from normgeo.norm_bench import bench_norms, norm_summary
+from normgeo.norm_bench import norm_summary
 
-STORED = Path(__file__).parent / "data" / "norm_kernels.parquet"
 SHOWN = {
     "rms_norm": "F.rms_norm", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",
     "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm", "copy": "a copy of its input",
@@ -31,18 +29,12 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     """Medians and quartiles by shape, dtype and norm, as `norm_bench.norm_summary` gives them.
 
     Args:
-        run: what `normgeo bench norms --out` wrote; None is the kept one, or where there is none a short run.
+        run: what `normgeo bench norms --out` wrote; None is the kept one.
 
     Raises:
         DataError: the file is no such table.
     """
-    if run is None and not STORED.is_file():
-        return norm_summary(bench_norms(rounds=10, seconds=1.0))
-    path = STORED if run is None else run
-    raw = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
-    if not {"norm", "bytes", "shape"} <= set(raw):
-        raise DataError(f"{path} is no table that `normgeo bench norms --out` wrote")
-    return norm_summary(raw)
+    return norm_summary(_source.raw(run, "norm_kernels.parquet", {"norm", "bytes", "shape"}, "normgeo bench norms"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

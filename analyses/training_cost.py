@@ -13,11 +13,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analyses import _axes
-from normgeo.errors import DataError
+from analyses import _axes, _source
 from normgeo.training_bench import FORMS, PARTS, breakdown
 
-STORED = Path(__file__).parent / "data" / "training_cost.parquet"
 NAMES = {
     "no-norm": "no norms", "layernorm": "Pre-LN", "pre-rmsnorm": "Pre-\nRMSNorm", "pre-crmsnorm": "Pre-\nCRMSNorm",
 }  # fmt: skip
@@ -28,16 +26,16 @@ LABELS = {
 
 
 def compute(run: Path | None = None) -> pd.DataFrame:
-    """The raw times, from the `--out` of `normgeo bench train`, or the stored ones.
+    """The raw times.
+
+    Args:
+        run: what `normgeo bench train --out` wrote; None is the kept one.
 
     Raises:
         DataError: the file is no such table.
     """
-    path = run or STORED
-    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
-    if not {"form", "without", "forward_backward", "optimizer", "size"} <= {*frame.columns}:
-        raise DataError(f"{path} is no table of `normgeo bench train --out`")
-    return frame
+    columns = {"form", "without", "forward_backward", "optimizer", "size"}
+    return _source.raw(run, "training_cost.parquet", columns, "normgeo bench train")
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:

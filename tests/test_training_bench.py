@@ -150,7 +150,7 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     assert "100.00%" in printed
     assert training_cost.compute(out)["size"].unique().tolist() == ["tiny"]
     out.unlink()
-    with pytest.raises(DataError, match="no table of"):
+    with pytest.raises(DataError, match="is no table that"):
         training_cost.compute(out)
 
 
