@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,22 +149,16 @@ class Objects(Storage):
         with self._explained(name):
             return bytes(self._ob.get(self._objects, name).bytes())
 
-    def read_into(self, name: str, start: int, parts: Sequence[np.ndarray]) -> int:
-        """Fill arrays of bytes, with one request."""
-        wanted, filled = sum(part.nbytes for part in parts), 0
+    def read_range(self, name: str, start: int, n: int) -> np.ndarray:
+        """Bytes of an object, by one request."""
         with self._explained(name):
             try:
-                found = self._ob.get_range(self._objects, name, start=start, length=wanted)
+                found = self._ob.get_range(self._objects, name, start=start, length=n)
             except self._ob.exceptions.BaseError as error:
                 if "InvalidRange" not in _reason(error) and "416" not in _reason(error):
                     raise
-                return 0  # it ends before
-        raw = np.frombuffer(memoryview(found), np.uint8)
-        for part in parts:
-            piece = raw[filled : filled + part.nbytes]
-            part[: len(piece)] = piece
-            filled += len(piece)
-        return filled
+                found = b""  # it ends before
+        return np.frombuffer(memoryview(found), np.uint8).copy()
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Put an object, in one request."""

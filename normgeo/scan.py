@@ -9,10 +9,11 @@ and checksums, some 200 bytes a chunk.
 from __future__ import annotations
 
 import functools
+import itertools
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
 TASKS_A_WORKER = 4  # at least, where the store has as many rows
+READS_AHEAD = 2  # of a site each, for every one that is under way
 CONNECT_SECONDS = 10
 
 
@@ -210,40 +212,48 @@ class _Reader:
 
     def run(self, task: _Task) -> _Found:
         """Read the task's rows to their ends, and on to the end of its last batch."""
-        statistics, chunk, stop = self.statistics(), self.store.layout.chunk, self.store.layout.stop(task.stop - 1)
-        replays = [_Replay(self.store, site, self._rebuild.get(site.key), task.first) for site in self.sites]
-        for replay in replays:
-            replay.expect(range(task.first, task.stop))
-        at = task.first * chunk
-        with torch.inference_mode():
+        statistics, storage = self.statistics(), self.store.storage
+        with ThreadPoolExecutor(storage.threads, "read") as pool, torch.inference_mode():
+            replays = [_Replay(self.store, s, self._rebuild.get(s.key), task.first, pool) for s in self.sites]
+            begun = task.batches[0].start - task.first * self.store.layout.chunk
+            pieces = [*([begun] if begun else []), *(batch.n_tokens for batch in task.batches)]
+            coming = ((replay, n) for n in pieces for replay in replays)
+            for replay, n in itertools.islice(coming, READS_AHEAD * storage.threads):
+                replay.expect(n)
+
+            def vectors(i: int, n: int) -> tuple[Tensor, Tensor]:
+                for replay, tokens in itertools.islice(coming, 1):
+                    replay.expect(tokens)
+                return replays[i].next(n)
+
+            for i in range(len(replays) if begun else 0):
+                vectors(i, begun)  # of a batch that the task before has; here for its checksums
             for batch in task.batches:
-                for replay in replays if batch.start > at else []:
-                    replay.next(batch.start - at)  # of a batch that the task before has; here for its checksums
                 statistics.begin(batch)
-                for i, replay in enumerate(replays):
-                    pre, post = replay.next(batch.n_tokens)
+                for i in range(len(replays)):
+                    pre, post = vectors(i, batch.n_tokens)
                     statistics.take(i, "pre", pre)
                     statistics.take(i, "post", post)
                 statistics.end()
-                at = batch.start + batch.n_tokens
-        assert at >= stop
         return _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
 
 
 class _Replay:
     """What went into and came out of one norm, from the beginning of a row on."""
 
-    def __init__(self, store: HiddenStateStore, site: NormSite, rebuild: Rebuild | None, row: int) -> None:
+    def __init__(
+        self, store: HiddenStateStore, site: NormSite, rebuild: Rebuild | None, row: int, pool: Executor
+    ) -> None:
         self.store, self.site, self.differs = store, site, False
-        self._pre = ChunkReader(store, store.spec(site.key, "pre"), row)
-        self._post = ChunkReader(store, store.spec(site.key, "post"), row) if rebuild is None else None
+        self._pre = ChunkReader(store, store.spec(site.key, "pre"), row, pool)
+        self._post = ChunkReader(store, store.spec(site.key, "post"), row, pool) if rebuild is None else None
         self._rebuild, self._at, self._crc = rebuild, row * store.layout.chunk, 0
 
-    def expect(self, rows: range) -> None:
-        """Have what will be read of these rows come while others are computed with."""
-        for reader in (self._pre, self._post):
-            if reader is not None:
-                reader.expect(rows)
+    def expect(self, n: int) -> None:
+        """Have the next `n` tokens come while others are computed with."""
+        self._pre.expect(n)
+        if self._post is not None:
+            self._post.expect(n)
 
     def next(self, n: int) -> tuple[Tensor, Tensor]:
         """The vectors of the next `n` tokens, before and after the norm."""

@@ -6,13 +6,14 @@ cut; `create` never replaces what is there; and whoever holds the lock writes al
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -25,6 +26,7 @@ __all__ = ["Disk", "NewChunk", "Storage"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+BLOCK = 4096  # bytes, of which a disk reads whole ones
 
 
 class NewChunk(ABC):
@@ -49,7 +51,7 @@ class Storage(ABC):
     Attributes:
         address: the directory or URL, as it was given.
         absolute: the same for a process that works in another directory.
-        threads: chunks to write at once.
+        threads: chunks to write, or to read, at once.
         largest: bytes of a chunk at most; None for any number.
     """
 
@@ -86,15 +88,12 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def read_into(self, name: str, start: int, parts: Sequence[np.ndarray]) -> int:
-        """Fill arrays of bytes from a file, one after the other, from its byte `start` on; gives how many there were.
+    def read_range(self, name: str, start: int, n: int) -> np.ndarray:
+        """Bytes `start` to `start + n` of a file, or up to its end, in an array of their own.
 
         Raises:
             OSError: it cannot be read.
         """
-
-    def expect(self, name: str) -> None:  # noqa: B027
-        """All of a file is going to be read soon."""
 
     @abstractmethod
     def put(self, name: str, content: bytes) -> None:
@@ -188,18 +187,23 @@ class Disk(Storage):
         """All of a file."""
         return (self.path / name).read_bytes()
 
-    def read_into(self, name: str, start: int, parts: Sequence[np.ndarray]) -> int:
-        """Fill arrays of bytes, without a copy of them in between."""
-        with (self.path / name).open("rb", buffering=0) as file:
-            file.seek(start)
-            return sum(file.readinto(part.data) or 0 for part in parts)
-
-    def expect(self, name: str) -> None:
-        """Have the system begin to read a file into memory, where it can; errors show when it is read."""
-        with suppress(OSError):
-            if hasattr(os, "posix_fadvise"):
-                with (self.path / name).open("rb", buffering=0) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    def read_range(self, name: str, start: int, n: int) -> np.ndarray:
+        """Bytes of a file, past the system's memory where it can: a store is larger, and its bytes are read once."""
+        before = start % BLOCK
+        room = _aligned(before + n)
+        for flags in (os.O_RDONLY | getattr(os, "O_DIRECT", 0), os.O_RDONLY):
+            descriptor = -1
+            try:
+                descriptor = os.open(self.path / name, flags)
+                found = _fill(descriptor, start - before, room)
+                break
+            except OSError as error:
+                if error.errno != errno.EINVAL or flags == os.O_RDONLY:  # not every file system can
+                    raise
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        return room[before : min(found, before + n)]
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file."""
@@ -348,6 +352,24 @@ class _ChunkFile(NewChunk):
         self._file.close()
         with suppress(FileNotFoundError):
             self._part.unlink()
+
+
+def _aligned(n: int) -> np.ndarray:
+    """Room for so many bytes and more, in whole blocks that begin where a disk can write them."""
+    whole = -(-n // BLOCK) * BLOCK
+    room = np.empty(whole + BLOCK, np.uint8)
+    return room[-room.ctypes.data % BLOCK :][:whole]
+
+
+def _fill(descriptor: int, start: int, room: np.ndarray) -> int:
+    """Read blocks until there is no room, or no file; gives how many bytes."""
+    found = 0
+    while found < len(room) and not found % BLOCK:
+        n = os.preadv(descriptor, [room[found:].data], start + found)
+        if not n:
+            break
+        found += n
+    return found
 
 
 def _sync(folder: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,52 +42,75 @@ __all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "verify"]
 
 
 class ChunkReader:
-    """Reads one array from the beginning of a row on, piece by piece; checks every chunk that it reads to the end."""
+    """Reads one array from the beginning of a row on, piece by piece; checks every chunk that it reads to the end.
 
-    def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0) -> None:
-        self.store, self.spec, self._at, self._crc = store, spec, row * store.layout.chunk, 0
+    Args:
+        store: the store.
+        spec: the array.
+        row: where to begin.
+        pool: reads what is expected before it is asked for; without one, reading happens when it is asked for.
+    """
 
-    def expect(self, rows: Iterable[int]) -> None:
-        """Have the storage begin to read these rows."""
-        for row in rows:
-            self.store.storage.expect(f"hidden.zarr/{self.spec.chunk_file(row)}")
+    def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> None:
+        self.store, self.spec, self._pool, self._crc = store, spec, pool, 0
+        self._expected = row * store.layout.chunk
+        self._coming: deque[tuple[int, int, Callable[[], np.ndarray]]] = deque()
+
+    def expect(self, n: int) -> None:
+        """Begin to read the `n` tokens after those that are expected already."""
+        end = self._expected + n
+        while (start := self._expected) < end:
+            self._expected = stop = min(end, self.store.layout.stop(start // self.store.layout.chunk))
+            fetch = functools.partial(self._fetch, start, stop)
+            self._coming.append((start, stop, self._pool.submit(fetch).result if self._pool else fetch))
 
     def read(self, n: int) -> Shaped[np.ndarray, ...]:
-        """The next `n` tokens as they are stored: [vectors, d], or [tokens].
+        """The next `n` tokens as they are stored: [vectors, d], or [tokens]. What is expected is read as it was then.
 
         Raises:
             StoreError: a chunk is missing, truncated, or not what was committed.
         """
-        spec, chunk = self.spec, self.store.layout.chunk
-        out, filled = np.empty(n * spec.token_bytes, np.uint8), 0
-        while filled < len(out):
-            row = self._at // chunk
-            end = min(self._at + (len(out) - filled) // spec.token_bytes, self.store.layout.stop(row))
-            part = out[filled : filled + (end - self._at) * spec.token_bytes]
-            self._fill(row, part, end)
-            filled, self._at = filled + len(part), end
-        values = out.view(spec.stored)
-        return values.reshape(-1, spec.width) if spec.width else values
+        if not self._coming:
+            self.expect(n)
+        pieces = list[np.ndarray]()
+        while n > 0:
+            start, stop, fetched = self._coming.popleft()
+            pieces.append(self._checked(start, stop, fetched()))
+            n -= stop - start
+        out = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+        values = out.view(self.spec.stored)
+        return values.reshape(-1, self.spec.width) if self.spec.width else values
 
-    def _fill(self, row: int, part: np.ndarray, end: int) -> None:
+    def _where(self, start: int, stop: int) -> tuple[int, int, int, int]:
+        """Of tokens of one row: the row, their first byte in its chunk, their bytes, and those to be read.
+
+        With the row's last tokens, all that is behind them is read, and a byte more if there is one.
+        """
+        layout, spec = self.store.layout, self.spec
+        row, n = start // layout.chunk, (stop - start) * spec.token_bytes
+        first = (start - row * layout.chunk) * spec.token_bytes
+        last = stop == layout.stop(row)
+        return row, first, n, self.store.commit_log[row].chunks[spec.name][0] + TRAILER + 1 - first if last else n
+
+    def _fetch(self, start: int, stop: int) -> np.ndarray:
+        row, first, _, wanted = self._where(start, stop)
         storage, name = self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
-        n, crc = self.store.commit_log[row].chunks[self.spec.name]
-        start = (self._at - row * self.store.layout.chunk) * self.spec.token_bytes
-        last = end == self.store.layout.stop(row)
-        behind = np.empty(n + TRAILER - start - len(part) + 1 if last else 0, np.uint8)  # a byte more than there is
         try:
-            found = storage.read_into(name, start, [part, behind])
+            return storage.read_range(name, first, wanted)
         except OSError as error:
             raise StoreError(f"{storage.at(name)} cannot be read: {error}") from error
-        self._crc = google_crc32c.extend(self._crc, part)  # pyright: ignore
+
+    def _checked(self, start: int, stop: int, raw: np.ndarray) -> np.ndarray:
+        row, _, n, wanted = self._where(start, stop)
+        whole, last = len(raw) == wanted, stop == self.store.layout.stop(row)
         if last:
-            self._crc = google_crc32c.extend(self._crc, behind[: -TRAILER - 1])  # pyright: ignore
-        whole = found == (n + TRAILER - start if last else len(part))
-        if not whole or (last and self._crc != crc):
-            raise StoreError(
-                f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
-            )
+            whole, raw = len(raw) == wanted - 1, raw[:-TRAILER]
+        self._crc = google_crc32c.extend(self._crc, raw)  # pyright: ignore
+        if not whole or (last and self._crc != self.store.commit_log[row].chunks[self.spec.name][1]):
+            where = self.store.storage.at(f"hidden.zarr/{self.spec.chunk_file(row)}")
+            raise StoreError(f"{where} is damaged: it is not what was committed; normgeo verify names all that is")
         self._crc = 0 if last else self._crc
+        return raw[:n]
 
 
 class HiddenStates:
@@ -302,11 +327,12 @@ def _file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
 
 def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
     try:
-        content = np.frombuffer(storage.read(name), np.uint8)
+        content = storage.read_range(name, 0, n + TRAILER + 1)
     except FileNotFoundError:
         return [f"{storage.at(name)} is missing"]
     if len(content) != n + TRAILER:
-        return [f"{storage.at(name)} is truncated: {len(content)} bytes of {n + TRAILER}"]
+        size = storage.size(name)
+        return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
     body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
     if google_crc32c.value(body) != crc or trailer != crc:  # pyright: ignore
         return [f"{storage.at(name)} is damaged: its checksum is wrong"]

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +33,6 @@ from normgeo.stream import stream
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
-
-DISK, STORE = "disk, one file, fsync", "store, all phases in float32"
-FORWARD, STATISTICS, CAPTURE = "forward", "forward, statistics", "forward, statistics, capture of pre"
 
 
 def store_rate(folder: Path, *, sites: int = 4, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
@@ -95,40 +93,54 @@ def bench_store(
     folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
-    stored = str(job.model.dtype).removeprefix("torch.")
-    layouts = {p: Layout.of(job.sites, [stored] * len(job.sites), p, n_tokens) for p in (("pre",), ("pre", "post"))}
-    layout = layouts["pre",]
-    nbytes: dict[str, int] = dict.fromkeys((DISK, STORE, CAPTURE), layout.nbytes)
     with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
-        for phases in layouts:
-            start_capture(CaptureConfig(run, phases), Path(scratch) / " ".join(phases), progress=False)
-        measures: dict[str, Callable[[], float]] = {
-            DISK: lambda: layout.nbytes / Disk(folder).rate(512 << 20),
-            STORE: lambda: layout.nbytes / store_rate(folder),
-            FORWARD: lambda: _pass(job, [], layout, None, batch),
-            STATISTICS: lambda: _pass(job, job.sites, layout, None, batch),
-            CAPTURE: lambda: _pass(job, job.sites, layout, folder, batch),
-        }
-        for phases, found in layouts.items():
-            where, of = Path(scratch) / " ".join(phases), f"of {' and '.join(phases)}"
-            measures |= {f"reading {of}": partial(_read, where), f"scan {of}": partial(_scan, where)}
-            nbytes |= {f"reading {of}": found.nbytes, f"scan {of}": found.nbytes}
+        measures = _measures(run, job, folder, Path(scratch))
         order = random.Random(0)  # a processor that has waited for a disk computes faster for a while
         for _ in range(rounds):
             for name in order.sample(list(measures), len(measures)):
-                seconds[name].append(measures[name]())
-    return pd.DataFrame([_row(name, seconds, nbytes.get(name), n_tokens) for name in measures])
+                seconds[name].append(measures[name].run())
+    return pd.DataFrame([_row(name, measure, seconds, n_tokens) for name, measure in measures.items()])
 
 
-def _row(name: str, seconds: dict[str, list[float]], nbytes: int | None, n_tokens: int) -> dict[str, str | float]:
-    first, _, rest = name.partition(" ")
-    baseline = {"disk,": DISK, "store,": DISK, "scan": f"reading {rest}", "reading": name}.get(first, FORWARD)
-    ratios = np.array(seconds[name]) / np.array(seconds[baseline])
+@dataclass(frozen=True)
+class _Measure:
+    """Something that takes `run()` seconds, to be compared with `baseline`; `nbytes` are written or read."""
+
+    run: Callable[[], float]
+    baseline: str
+    nbytes: int | None = None
+
+
+def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str, _Measure]:
+    stored = [str(job.model.dtype).removeprefix("torch.")] * len(job.sites)
+    layouts = {phases: Layout.of(job.sites, stored, phases, job.n_tokens) for phases in (("pre",), ("pre", "post"))}
+    layout = layouts["pre",]
+    some = layout.nbytes
+    measures = {
+        "disk, one file, fsync": _Measure(lambda: some / Disk(folder).rate(512 << 20), "disk, one file, fsync", some),
+        "store, all phases in float32": _Measure(lambda: some / store_rate(folder), "disk, one file, fsync", some),
+        "forward": _Measure(lambda: _pass(job, [], layout, None, run.batch), "forward"),
+        "forward, statistics": _Measure(lambda: _pass(job, job.sites, layout, None, run.batch), "forward"),
+        "forward, statistics, capture of pre":
+            _Measure(lambda: _pass(job, job.sites, layout, folder, run.batch), "forward", some),
+    }  # fmt: skip
+    for phases, found in layouts.items():
+        where, of = scratch / "-".join(phases), " and ".join(phases)
+        start_capture(CaptureConfig(run, phases), where, progress=False)
+        through, past = partial(_read, where, direct=False), partial(_read, where, direct=True)
+        for name, measure in (("reading", through), ("direct reading", past), ("scan", partial(_scan, where))):
+            measures[f"{name} of {of}"] = _Measure(measure, f"reading of {of}", found.nbytes)
+    return measures
+
+
+def _row(name: str, measure: _Measure, seconds: dict[str, list[float]], n_tokens: int) -> dict[str, str | float]:
+    ratios = np.array(seconds[name]) / np.array(seconds[measure.baseline])
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     took = float(np.median(seconds[name]))
     return {
-        "variant": name, "seconds": took, "mb_per_s": nbytes / took / 1e6 if nbytes else np.nan,
-        "tokens_per_s": n_tokens / took, "baseline": baseline, "ratio": middle, "ratio_q25": low, "ratio_q75": high,
+        "variant": name, "seconds": took, "mb_per_s": measure.nbytes / took / 1e6 if measure.nbytes else np.nan,
+        "tokens_per_s": n_tokens / took, "baseline": measure.baseline,
+        "ratio": middle, "ratio_q25": low, "ratio_q75": high,
     }  # fmt: skip
 
 
@@ -139,17 +151,25 @@ def _forget(files: Iterable[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _read(store: Path) -> float:
-    """Seconds that the bytes of a store's chunks take, read side by side by as many threads as a scan has."""
+def _read(store: Path, direct: bool) -> float:
+    """Seconds that the bytes of a store's chunks take, read whole by as many threads as a scan has.
+
+    Args:
+        store: the store.
+        direct: past the system's memory, as a scan does, or through it, as programs do.
+    """
     files = sorted((store / "hidden.zarr/sites").rglob("c.*"))
     _forget(files)
-    buffers = threading.local()
+    buffers, disk = threading.local(), Disk(store)
 
     def read(file: Path) -> None:
+        size = file.stat().st_size
+        if direct:
+            disk.read_range(str(file.relative_to(store)), 0, size)
+            return
+        if getattr(buffers, "size", -1) < size:
+            buffers.bytes, buffers.size = np.empty(size, np.uint8), size
         with file.open("rb", buffering=0) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if getattr(buffers, "size", -1) < size:
-                buffers.bytes, buffers.size = np.empty(size, np.uint8), size
             opened.readinto(buffers.bytes[:size].data)
 
     began = time.perf_counter()

@@ -68,13 +68,14 @@ def test_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
     frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=2)
     of = frame.set_index("variant")
-    assert len(of) == 9
+    assert len(of) == 11
+    assert of.baseline["scan of pre"] == "reading of pre"
     assert all(of.ratio[name] == 1 for name in set(of.baseline))
     assert (of.seconds > 0).all()
     assert (of.ratio_q25 <= of.ratio).all()
     moved = (of.mb_per_s * of.seconds).round().dropna()
     one_phase = 1024 * 192 * 4 * len(find_sites(models.load_model("embedded-layernorm"))) / 1e6
-    assert len(moved) == 7
+    assert len(moved) == 9
     for name, found in moved.items():
         assert found == pytest.approx(one_phase * (2 if "and post" in name else 1), rel=0.05), name
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,7 @@
 """A disk and an object store keep the same promises; object stores that cannot be used say why, and soon."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -80,17 +82,34 @@ def test_chunks_and_ranges(place):
     assert place.size("hidden.zarr/a/c.0") is None
     chunk.finish()
     assert place.size("hidden.zarr/a/c.0") == 1000
-    ranges = ((0, (1000,), 1000), (10, (5, 20), 25), (990, (5, 20), 10), (1000, (5,), 0), (2000, (5,), 0))
-    for start, sizes, there in ranges:
-        parts = [np.full(n, 255, np.uint8) for n in sizes]
-        assert place.read_into("hidden.zarr/a/c.0", start, parts) == there
-        np.testing.assert_array_equal(np.concatenate(parts)[:there], raw(1000)[start : start + there])
+    for start, n in ((0, 1000), (10, 5), (10, 25), (990, 25), (1000, 5), (2000, 5), (0, 5000)):
+        found = place.read_range("hidden.zarr/a/c.0", start, n)
+        np.testing.assert_array_equal(found, raw(1000)[start : start + n])
+        found[:] = 0  # it is the reader's own
     with pytest.raises(FileNotFoundError):
-        place.read_into("hidden.zarr/a/c.1", 0, [np.empty(3, np.uint8)])
+        place.read_range("hidden.zarr/a/c.1", 0, 3)
     left = place.chunk("hidden.zarr/a/c.1")
     left.append(raw(10))
     left.abandon()
     assert place.names("hidden.zarr/a") == ["c.0", "zarr.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="every file is read through memory")
+@pytest.mark.parametrize("refuses", ["open", "preadv"])
+def test_a_disk_that_is_only_read_through_memory(refuses, tmp_path, monkeypatch):
+    refused, real = [], getattr(os, refuses)
+
+    def called(*args):
+        flags = args[1] if refuses == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            refused.append(args)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(*args)
+
+    (tmp_path / "c.0").write_bytes(raw(10_000).tobytes())
+    monkeypatch.setattr(os, refuses, called)
+    np.testing.assert_array_equal(Disk(tmp_path).read_range("c.0", 5000, 6000), raw(10_000)[5000:])
+    assert len(refused) == 1
 
 
 def test_what_zarr_reads_and_what_is_discarded(place):
