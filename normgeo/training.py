@@ -17,8 +17,11 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from jaxtyping import Int64
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -101,8 +104,12 @@ class Trainer:
     ) -> None:
         self.norm, self.recipe, self.corpus, self.folder, self.tokenizer = norm, recipe, corpus, folder, tokenizer
         self.accelerator = start_accelerator(recipe, device)
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            _check_sharding(norm, self.accelerator.is_fsdp2)
         end = getattr(tokenizer, "eos_token_id", None)
         built = build_twin(norm, recipe, vocabulary, end) if model is None else model
+        with torch.device("meta"):
+            self._empty = type(built)(built.config)
         self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
         self._adam = _adamw(self.model, recipe)
         self._wrapped, self._optimizer = self.accelerator.prepare(self.model, self._adam)
@@ -143,7 +150,7 @@ class Trainer:
                     loss = self._finite("loss", float(mean.item()))  # pyright: ignore
                     clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
                     if clipped is not None:
-                        norm = self._finite("gradient", float(clipped.item()))
+                        norm = self._finite("gradient", float(_whole(clipped).item()))
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -195,7 +202,10 @@ class Trainer:
                 row = self.take_step()
                 last = self.step == recipe.steps
                 evaluated = last or self.step % recipe.evaluate_every == 0
-                loss = evaluate(self.model, held_out) if evaluated and main and held_out is not None else math.nan
+                takes_part = main or isinstance(self.model, FSDPModule)  # whose parameters lie with all processes
+                loss = math.nan
+                if evaluated and takes_part and held_out is not None:
+                    loss = evaluate(self.model, held_out)
                 self.rows.append((*row, loss))
                 if main:
                     log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
@@ -216,7 +226,10 @@ class Trainer:
 
     def _keep(self, held_out: TokenStream | None) -> None:
         """The model after this step, as a checkpoint that `load_model` takes."""
-        if self.folder is not None and self.accelerator.is_main_process:
+        if self.folder is None:
+            return
+        values = self._values()
+        if self.accelerator.is_main_process:
             note = {
                 "norm": self.norm, "step": self.step, "recipe": described(self.recipe),
                 "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
@@ -225,25 +238,37 @@ class Trainer:
             }  # fmt: skip
             with whole_directory(checkpoint_path(self.folder, self.step)) as scratch:
                 model = scratch / "model"
-                save_twin(self.norm, self.model, self.recipe, model, self.tokenizer)
+                save_twin(self.norm, self._empty, values, self.recipe, model, self.tokenizer)
                 for path in model.iterdir():
                     path.rename(scratch / path.name)
                 model.rmdir()
                 write_json(scratch / "training.json", note)
         self.accelerator.wait_for_everyone()
 
+    def _values(self, moment: str | None = None) -> dict[str, Tensor]:
+        """All parameters by name, or one of AdamW's moments of them; in the first process alone. All have to ask."""
+        found = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves some parameters whole
+        for name, parameter in self.model.named_parameters():
+            value = parameter if moment is None else self._adam.state.get(parameter, {}).get(moment)
+            if value is not None:
+                whole = _whole(value.detach())
+                if self.accelerator.is_main_process:
+                    found[name] = whole.cpu().contiguous()
+        return found
+
     def _save(self) -> None:
-        if self.folder is not None and self.accelerator.is_main_process:
-            tensors = {"curve": torch.tensor(self.rows, dtype=torch.float64)}
-            for name, parameter in self.model.named_parameters():
-                tensors[f"parameter.{name}"] = parameter.detach()
-                for moment in MOMENTS:
-                    if (value := self._adam.state.get(parameter, {}).get(moment)) is not None:
-                        tensors[f"{moment}.{name}"] = value
+        if self.folder is None:
+            return
+        tensors = {f"parameter.{name}": value for name, value in self._values().items()}
+        for moment in MOMENTS:
+            tensors |= {f"{moment}.{name}": value for name, value in self._values(moment).items()}
+        if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
-            state = {name: value.cpu().contiguous() for name, value in tensors.items()}
-            save_state(self.folder, self.step, state, about)
+            save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
             with whole_directory(self.folder / "curve") as scratch:
                 self.curve.to_parquet(scratch / "curve.parquet", index=False)
                 figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
@@ -256,14 +281,39 @@ class Trainer:
             stored = tensors.get(f"parameter.{name}")
             if stored is None or stored.shape != parameter.shape:
                 raise RunError(f"{path} is of another model: {name} does not fit; start a new run")
-            parameter.copy_(stored)
+            parameter.copy_(_part(stored, parameter))
             moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
-            where = {m: v if m == "step" else v.to(parameter.device) for m, v in moments.items()}
-            self._adam.state[parameter] = where
+            self._adam.state[parameter] = {m: v if m == "step" else _part(v, parameter) for m, v in moments.items()}
         if self.accelerator.scaler is not None and about["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(about["scaler"])
         self.corpus.seek(about["data"])
         self.step, self.rows = about["step"], [tuple(row) for row in tensors["curve"].tolist()]
+
+
+def _check_sharding(norm: str, version_2: bool) -> None:
+    """Refuse what FSDP cannot do.
+
+    Raises:
+        NormGeoError: it is version 1, or the head is tied to an embedding that is recentered.
+    """
+    if not version_2:
+        raise NormGeoError("models are sharded by FSDP 2; launch with --fsdp_version 2")
+    if norm not in ("layernorm", "rmsnorm"):
+        raise NormGeoError(
+            f"FSDP cannot shard the {norm} training form, whose head is tied to a recentered embedding; train it with "
+            "torchrun or accelerate launch --multi_gpu, the whole model on each device"
+        )
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor whose parts lie with several processes (FSDP), all of which have to ask for it; others as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _part(value: Tensor, like: Tensor) -> Tensor:
+    """What this process has of a tensor that is divided as another is; all of it, if that is not."""
+    value = value.to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
 
 
 def _mixed(*numbers: int) -> int:

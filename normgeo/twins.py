@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -78,22 +79,36 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()
-def save_twin(norm: str, model: PreTrainedModel, recipe: Recipe, folder: Path, tokenizer: Any) -> None:
+def save_twin(
+    norm: str, model: PreTrainedModel, values: dict[str, Tensor], recipe: Recipe, folder: Path, tokenizer: Any
+) -> None:
     """Save a twin for inference: training forms with plain weights, converted from their Pre-LN model and certified.
+
+    Args:
+        norm: which twin.
+        model: one of its class and configuration, which may be empty.
+        values: the twin's parameters by name.
+        recipe: how it was trained.
+        folder: where to.
+        tokenizer: saved along, if there is one.
 
     Raises:
         ConversionError: the disk is full, or the plain model is not equal to the trained one.
     """
     extras = [] if tokenizer is None else [tokenizer]
     if norm in ("layernorm", "rmsnorm"):
-        model.save_pretrained(folder)
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        plain.load_state_dict(values, strict=False, assign=True)  # a tied head is not among the parameters
+        plain.tie_weights()
+        plain.save_pretrained(folder)
         for extra in extras:
             extra.save_pretrained(folder)
         return
     end = getattr(model.config, "eos_token_id", None)
     with torch.random.fork_rng(devices=[]):
         plain = _pre_ln(norm, recipe, model.config.vocab_size, end)
-    values = {plain_name(name): value for name, value in model.named_parameters()}
+    values = {plain_name(name): value for name, value in values.items()}
     for name, parameter in plain.named_parameters():
         parameter.copy_(values[name])
     conversion = convert(plain.eval(), to="rmsnorm" if norm == "pre-rmsnorm" else "crmsnorm")

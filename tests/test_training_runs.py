@@ -6,15 +6,20 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
+import torch
 from training_zoo import articles, command, environment, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens, training, training_log
 from normgeo.recipe import SIZES
 from normgeo.training_state import latest_state
 from normgeo.twins import evaluate
+
+HERE = Path(__file__).parent
 
 
 def test_a_killed_command_is_resumed(tmp_path):
@@ -97,6 +102,42 @@ def test_two_processes_train_one_model(tmp_path):
     a, b = (pd.read_parquet(tmp_path / name / "pre-rmsnorm/curve/curve.parquet") for name in ("one", "two"))
     np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-5)
     np.testing.assert_allclose(a.gradient_norm, b.gradient_norm, rtol=1e-3)
+
+
+SHARDED = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", HERE / "shards.py"]
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_two_processes_share_a_models_parameters(norm, tmp_path, normgeo, monkeypatch):
+    articles(tmp_path)
+    options = ("--norm", norm, "--steps", 6, "--dropout", "0.0", "--evaluate-every", 3)
+    one, two = (command(tmp_path, name, *options)[3:] for name in ("one", "two"))
+    with monkeypatch.context() as patch:  # what one process began, two finish
+        patch.setattr(training, "save_state", stopping(training.save_state, at=2))
+        assert normgeo(*two)[0] == 130
+    resume = ["train", "--resume", tmp_path / "two"]
+    subprocess.run([*SHARDED, *resume], env=environment(), check=True, capture_output=True, timeout=300)
+    assert not normgeo(*one)[0]
+    a, b = (pd.read_parquet(tmp_path / name / norm / "curve/curve.parquet") for name in ("one", "two"))
+    for column in a:
+        np.testing.assert_allclose(a[column], b[column], rtol=1e-4)
+    last = f"{norm}/checkpoints/step-00000006"
+    whole, shared = (load_model(tmp_path / name / last) for name in ("one", "two"))
+    assert type(whole) is type(shared)
+    for x, y in zip(whole.parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("norm", "version", "says"), [("rmsnorm", "1", "FSDP 2"), ("pre-rmsnorm", "2", "torchrun")])
+def test_what_cannot_be_shared_is_refused(norm, version, says, tmp_path):
+    articles(tmp_path)
+    words = command(tmp_path, "two", "--norm", norm, "--steps", 2)[3:]
+    ran = subprocess.run(
+        [*SHARDED, *words], env=environment() | {"VERSION": version}, capture_output=True, timeout=300, text=True
+    )
+    assert ran.returncode
+    assert says in " ".join(ran.stderr.split())
+    assert not list(tmp_path.glob("two/*/state-*"))
 
 
 def test_tensorboard_has_every_step_once(tmp_path, normgeo, monkeypatch):

@@ -76,7 +76,7 @@ def test_saved_twins_are_the_trained_ones(norm, tmp_path):
 
 def test_a_converted_twin_is_certified(tmp_path):
     model = build_twin("pre-rmsnorm", small(), 48, 0)
-    save_twin("pre-rmsnorm", model, small(), tmp_path / "model", None)
+    save_twin("pre-rmsnorm", model, dict(model.named_parameters()), small(), tmp_path / "model", None)
     assert json.loads((tmp_path / "model/conversion.json").read_text())["certificate"]["passed"]
 
 

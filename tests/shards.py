@@ -1,0 +1,28 @@
+"""The command `normgeo` in processes that share a model's parameters (FSDP 2), on CPUs; `VERSION` is FSDP's.
+
+accelerate shards on GPUs alone, so that it has to be told that it does here; torch does it on both.
+"""
+
+import os
+
+import accelerate
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from normgeo.cli import main
+
+
+def sharding(begin):
+    def begun(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=int(os.environ.get("VERSION", "2")), cpu_ram_efficient_loading=False,
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"],
+        )  # fmt: skip
+        self.state._shared_state.update({"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin})
+
+    return begun
+
+
+if __name__ == "__main__":
+    accelerate.Accelerator.__init__ = sharding(accelerate.Accelerator.__init__)
+    main()
