@@ -6,7 +6,6 @@ cut; `create` never replaces what is there; and whoever holds the lock writes al
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -16,17 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from normgeo import direct
 from normgeo.errors import StoreError
 
 __all__ = ["Disk", "NewChunk", "Storage"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-BLOCK = 4096  # bytes, of which a disk reads whole ones
 
 
 class NewChunk(ABC):
@@ -188,22 +187,8 @@ class Disk(Storage):
         return (self.path / name).read_bytes()
 
     def read_range(self, name: str, start: int, n: int) -> np.ndarray:
-        """Bytes of a file, past the system's memory where it can: a store is larger, and its bytes are read once."""
-        before = start % BLOCK
-        room = _aligned(before + n)
-        for flags in (os.O_RDONLY | getattr(os, "O_DIRECT", 0), os.O_RDONLY):
-            descriptor = -1
-            try:
-                descriptor = os.open(self.path / name, flags)
-                found = _fill(descriptor, start - before, room)
-                break
-            except OSError as error:
-                if error.errno != errno.EINVAL or flags == os.O_RDONLY:  # not every file system can
-                    raise
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
-        return room[before : min(found, before + n)]
+        """Bytes of a file."""
+        return direct.read_range(self.path / name, start, n)
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file."""
@@ -333,18 +318,13 @@ class Disk(Storage):
 
 class _ChunkFile(NewChunk):
     def __init__(self, part: Path, path: Path) -> None:
-        self._part, self._path = part, path
-        self._file: BinaryIO = part.open("wb", buffering=0)
+        self._part, self._path, self._file = part, path, direct.NewFile(part)
 
     def append(self, piece: np.ndarray) -> None:
-        while len(piece):
-            piece = piece[self._file.write(piece.data) :]
-        if hasattr(os, "posix_fadvise"):  # have the disk begin now, so that finish has little left to wait for
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._file.append(piece)
 
     def finish(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._file.finish()
         os.replace(self._part, self._path)
         _sync(self._path.parent)
 
@@ -352,24 +332,6 @@ class _ChunkFile(NewChunk):
         self._file.close()
         with suppress(FileNotFoundError):
             self._part.unlink()
-
-
-def _aligned(n: int) -> np.ndarray:
-    """Room for so many bytes and more, in whole blocks that begin where a disk can write them."""
-    whole = -(-n // BLOCK) * BLOCK
-    room = np.empty(whole + BLOCK, np.uint8)
-    return room[-room.ctypes.data % BLOCK :][:whole]
-
-
-def _fill(descriptor: int, start: int, room: np.ndarray) -> int:
-    """Read blocks until there is no room, or no file; gives how many bytes."""
-    found = 0
-    while found < len(room) and not found % BLOCK:
-        n = os.preadv(descriptor, [room[found:].data], start + found)
-        if not n:
-            break
-        found += n
-    return found
 
 
 def _sync(folder: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normgeo.direct import BLOCK
 from normgeo.errors import StoreError
 from normgeo.rebuild import standardized
 from normgeo.sites import NormSite
@@ -91,24 +92,41 @@ class _Chunks:
             self._chunk = None
 
 
-class _Budget:
-    """Bytes that wait to be written; `take` blocks while there are too many."""
+class _Buffers:
+    """Memory for what waits to be written, used again: new memory costs a page fault every few kilobytes.
+
+    `take` blocks while there are too many bytes of it out.
+    """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.used, self.open = limit, 0, True
+        self.limit, self.out, self.open = limit, 0, True
+        self._free, self._kept = defaultdict[tuple[int, bool], list[Tensor]](list), 0
         self._changed = threading.Condition()
 
-    def take(self, n: int) -> None:
+    def take(self, n: int, pinned: bool) -> Tensor:
+        """So many bytes, which begin where a disk can write them."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.open or not self.used or self.used + n <= self.limit)
-            self.used += n
+            self._changed.wait_for(lambda: not self.open or not self.out or self.out + n <= self.limit)
+            self.out += n
+            if found := self._free[n, pinned]:
+                self._kept -= n
+                return found.pop()
+            if self.out + self._kept > self.limit:  # those of other sizes are in the way
+                self._free.clear()
+                self._kept = 0
+        room = torch.empty(n + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+        return room[-room.data_ptr() % BLOCK :][:n]
 
-    def give(self, n: int) -> None:
+    def give(self, buffer: Tensor, pinned: bool) -> None:
+        """Have it back."""
         with self._changed:
-            self.used -= n
+            self.out -= len(buffer)
+            self._kept += len(buffer)
+            self._free[len(buffer), pinned].append(buffer)
             self._changed.notify_all()
 
     def stop(self) -> None:
+        """Let nobody wait."""
         with self._changed:
             self.open = False
             self._changed.notify_all()
@@ -147,7 +165,7 @@ class StoreWriter:
         self._place = {key: i for i, key in enumerate(self._chunks)}
         self._done: dict[int, dict[tuple[int, str], tuple[int, int]]] = defaultdict(dict)
         self._changed, self._failure = threading.Condition(), None
-        self._budget = _Budget(waiting_bytes)
+        self._buffers = _Buffers(waiting_bytes)
         self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads or storage.threads)]
         self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]
@@ -194,14 +212,16 @@ class StoreWriter:
                 f"{tuple(values.shape)} {values.dtype}"
             )
         self._check()
-        self._budget.take(values.nbytes)
         on_gpu = values.device.type == "cuda"
-        kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
-        kept.copy_(values, non_blocking=on_gpu)
+        if key in self._only_checked and not on_gpu:  # while it is in the processor's cache
+            self._add(key, self._start, as_numpy(values.contiguous()).reshape(-1).view(np.uint8))
+            return
+        buffer = self._buffers.take(values.nbytes, on_gpu)
+        buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=on_gpu)
         event = torch.cuda.Event() if on_gpu else None
         if event is not None:
             event.record(torch.cuda.current_stream(values.device))
-        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, kept, event))
+        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, buffer, event))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -212,19 +232,20 @@ class StoreWriter:
             except BaseException as error:
                 self._fail(error)
 
-    def _write(self, key: tuple[int, str], start: int, values: Tensor, event: torch.cuda.Event | None) -> None:
+    def _write(self, key: tuple[int, str], start: int, buffer: Tensor, event: torch.cuda.Event | None) -> None:
         try:
-            if self._failure is not None:
-                return
             if event is not None:
                 event.synchronize()
-            raw = as_numpy(values).reshape(-1).view(np.uint8)  # bytes: what crc32c takes
-            for row, n, crc in self._chunks[key].add(start, raw):
-                with self._changed:
-                    self._done[row][key] = n, crc
-                    self._changed.notify_all()
+            if self._failure is None:
+                self._add(key, start, buffer.numpy())
         finally:
-            self._budget.give(values.nbytes)
+            self._buffers.give(buffer, event is not None)
+
+    def _add(self, key: tuple[int, str], start: int, raw: np.ndarray) -> None:
+        for row, n, crc in self._chunks[key].add(start, raw):
+            with self._changed:
+                self._done[row][key] = n, crc
+                self._changed.notify_all()
 
     def _commit(self, row: int, state: bytes) -> None:
         with self._changed:
@@ -246,7 +267,7 @@ class StoreWriter:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-        self._budget.stop()
+        self._buffers.stop()
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError
 from normgeo.models import base_model, max_context
 from normgeo.sites import NormSite, evaluating
+from normgeo.timing import memory_kept
 from normgeo.tokens import TokenBatch
 
 __all__ = ["Sink", "check_context", "forward", "hooked", "stream"]
@@ -154,7 +155,7 @@ def stream(
     vocabulary = int(embeddings.weight.shape[0])  # pyright: ignore
     prefix = next((n for n, m in model.named_modules() if m is runner), "")
     local = [_renamed(site, prefix) for site in sites]
-    with evaluating(model), hooked(runner, local, sinks):
+    with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
             with torch.inference_mode():  # not around the yield: it would be on in the caller's code as well
                 for sink in sinks:

@@ -21,22 +21,29 @@ LEAST = 3
 """Rounds that are timed however little time there is: fewer have no quartiles."""
 
 
+_keeping = 0  # how many want memory kept
+
+
 @contextmanager
 def memory_kept() -> Iterator[None]:
     """Have glibc serve every size from memory it keeps; otherwise large tensors are mapped and zeroed at each use."""
+    global _keeping
     trim_threshold, mmap_max = -1, -4
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # another C library
         yield
         return
+    _keeping += 1
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, -1)
     try:
         yield
     finally:
-        mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
-        mallopt(trim_threshold, 1 << 26)
+        _keeping -= 1
+        if not _keeping:
+            mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
+            mallopt(trim_threshold, 1 << 26)
 
 
 def synchronize(device: torch.device) -> None:

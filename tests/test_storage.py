@@ -15,7 +15,7 @@ import pytest
 import zarr
 from bucket import served
 
-from normgeo import objects
+from normgeo import direct, objects
 from normgeo.errors import StoreError
 from normgeo.objects import storage_at
 from normgeo.storage import Disk
@@ -94,10 +94,11 @@ def test_chunks_and_ranges(place):
     assert place.names("hidden.zarr/a") == ["c.0", "zarr.json"]
 
 
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="every file is read through memory")
-@pytest.mark.parametrize("refuses", ["open", "preadv"])
-def test_a_disk_that_is_only_read_through_memory(refuses, tmp_path, monkeypatch):
-    refused, real = [], getattr(os, refuses)
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="all files go through memory")
+@pytest.mark.parametrize("refuses", ["open", "preadv", "write", None])
+@pytest.mark.parametrize("sizes", [(0,), (1, 4095, 4096), (4096, 8192, 3), (5000, 7, 20_000)])
+def test_files_are_what_was_appended_whatever_the_file_system_can(refuses, sizes, tmp_path, monkeypatch):
+    refused, real = [], getattr(os, refuses or "open")
 
     def called(*args):
         flags = args[1] if refuses == "open" else fcntl.fcntl(args[0], fcntl.F_GETFL)
@@ -106,10 +107,17 @@ def test_a_disk_that_is_only_read_through_memory(refuses, tmp_path, monkeypatch)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(*args)
 
-    (tmp_path / "c.0").write_bytes(raw(10_000).tobytes())
-    monkeypatch.setattr(os, refuses, called)
-    np.testing.assert_array_equal(Disk(tmp_path).read_range("c.0", 5000, 6000), raw(10_000)[5000:])
-    assert len(refused) == 1
+    if refuses:
+        monkeypatch.setattr(os, refuses, called)
+    new, pieces = direct.NewFile(tmp_path / "c.0"), [raw(n, 7 * n) for n in sizes]
+    for piece in pieces:
+        new.append(piece)
+    new.finish()
+    whole = np.concatenate(pieces)
+    assert (tmp_path / "c.0").read_bytes() == whole.tobytes()
+    for start, n in ((0, len(whole)), (5000, 6000), (4096, 4096), (len(whole), 1)):
+        np.testing.assert_array_equal(direct.read_range(tmp_path / "c.0", start, n), whole[start : start + n])
+    assert bool(refused) == bool(refuses and (len(whole) or refuses != "write"))
 
 
 def test_what_zarr_reads_and_what_is_discarded(place):
