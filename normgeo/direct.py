@@ -85,8 +85,10 @@ class NewFile:
         self.close()
 
     def close(self) -> None:
-        """Leave it as it is."""
-        os.close(self._descriptor)
+        """Leave it as it is; once is enough."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _room(n: int) -> np.ndarray:

@@ -113,6 +113,7 @@ def test_files_are_what_was_appended_whatever_the_file_system_can(refuses, sizes
     for piece in pieces:
         new.append(piece)
     new.finish()
+    new.close()  # again
     whole = np.concatenate(pieces)
     assert (tmp_path / "c.0").read_bytes() == whole.tobytes()
     for start, n in ((0, len(whole)), (5000, 6000), (4096, 4096), (len(whole), 1)):
