@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["BLOCK", "NewFile", "read_range"]
+__all__ = ["BLOCK", "NewFile", "read_range", "room"]
 
 BLOCK = 4096  # bytes, of which disks take whole ones, at addresses that are multiples of as many
 DIRECT = getattr(os, "O_DIRECT", 0)
@@ -26,12 +26,12 @@ def read_range(path: Path, start: int, n: int) -> np.ndarray:
         OSError: it cannot be read.
     """
     before = start % BLOCK
-    room, found = _room(before + n), 0
+    into, found = room(before + n), 0
     descriptor = _opened(path, os.O_RDONLY)
     try:
-        while found < len(room) and not found % BLOCK:
+        while found < len(into) and not found % BLOCK:
             try:
-                more = os.preadv(descriptor, [room[found:].data], start - before + found)
+                more = os.preadv(descriptor, [into[found:].data], start - before + found)
             except OSError as error:
                 _through_memory(descriptor, error)
                 continue
@@ -40,7 +40,7 @@ def read_range(path: Path, start: int, n: int) -> np.ndarray:
             found += more
     finally:
         os.close(descriptor)
-    return room[before : min(found, before + n)]
+    return into[before : min(found, before + n)]
 
 
 class NewFile:
@@ -62,7 +62,7 @@ class NewFile:
         self._size += len(piece)
         if len(self._rest) or piece.ctypes.data % BLOCK:
             n = len(self._rest) + len(piece)
-            piece = np.concatenate([self._rest, piece], out=_room(n)[:n])
+            piece = np.concatenate([self._rest, piece], out=room(n)[:n])
         whole = len(piece) // BLOCK * BLOCK
         self._rest = piece[whole:].copy()
         self._write(piece[:whole])
@@ -77,7 +77,7 @@ class NewFile:
     def finish(self) -> None:
         """Have it all on the disk."""
         if len(self._rest):
-            last = _room(BLOCK)
+            last = room(BLOCK)
             last[: len(self._rest)], last[len(self._rest) :] = self._rest, 0
             self._write(last)
             os.ftruncate(self._descriptor, self._size)
@@ -91,11 +91,11 @@ class NewFile:
             os.close(descriptor)
 
 
-def _room(n: int) -> np.ndarray:
-    """Room for so many bytes, in whole blocks."""
+def room(n: int) -> np.ndarray:
+    """Memory for so many bytes, in whole blocks, that disks can read into and write from."""
     whole = -(-n // BLOCK) * BLOCK
-    room = np.empty(whole + BLOCK, np.uint8)
-    return room[-room.ctypes.data % BLOCK :][:whole]
+    found = np.empty(whole + BLOCK, np.uint8)
+    return found[-found.ctypes.data % BLOCK :][:whole]
 
 
 def _opened(path: Path, flags: int) -> int:

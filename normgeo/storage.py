@@ -293,18 +293,22 @@ class Disk(Storage):
         return shutil.disk_usage(self._folder()).free
 
     def rate(self, nbytes: int = 64 << 20) -> float:
-        """Bytes a second of a sequential write, fsync included."""
-        block, file = np.random.default_rng(0).bytes(min(nbytes, 16 << 20)), self._folder() / f".rate-{os.getpid()}"
+        """Bytes a second of a sequential write, as chunks are written, fsync included."""
+        block, path = direct.room(16 << 20), self._folder() / f".rate-{os.getpid()}"
+        block[:] = np.random.default_rng(0).integers(0, 256, len(block), np.uint8)
         blocks = max(1, nbytes // len(block))
         try:
             began = time.perf_counter()
-            with file.open("wb", buffering=0) as out:
+            file = direct.NewFile(path)
+            try:
                 for _ in range(blocks):
-                    out.write(block)
-                os.fsync(out.fileno())
+                    file.append(block)
+                file.finish()
+            finally:
+                file.close()
             return blocks * len(block) / (time.perf_counter() - began)
         finally:
-            file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
     def _folder(self) -> Path:
         """The directory, or the nearest above it that is there."""

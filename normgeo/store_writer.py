@@ -1,8 +1,8 @@
 """A sink that writes hidden states while the model computes, and commits each row of chunks once it is safe.
 
 The forward pass hands over copies; threads append them to chunks, checksum and finish those, and write the row's
-record. What waits to be written is bounded: the forward pass waits where the storage is slower. Writing and checksums
-are done outside the interpreter's lock.
+record. Outputs that are not stored are checksummed where they are. What waits to be written is bounded: the forward
+pass waits where the storage is slower. Writing and checksums are done outside the interpreter's lock.
 """
 
 from __future__ import annotations
