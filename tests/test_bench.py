@@ -1,10 +1,12 @@
+from types import SimpleNamespace
+
 import matplotlib.figure
 import numpy as np
 import pytest
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import find_sites, models, runs, store_bench
+from normgeo import find_sites, models, runs, store_bench, timing
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -84,3 +86,14 @@ def test_the_store(tmp_path, monkeypatch):
 def test_the_store_alone(tmp_path):
     assert store_bench.store_rate(tmp_path, sites=1, d=64, n_tokens=256, batch=128) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_kept_until_nobody_wants_it_kept(monkeypatch):
+    set_to = {}
+    library = SimpleNamespace(mallopt=lambda option, value: set_to.update({option: value}))
+    monkeypatch.setattr(timing.ctypes, "CDLL", lambda name: library)
+    with timing.memory_kept():
+        with timing.memory_kept():
+            pass
+        assert set_to == {-4: 0, -1: -1}
+    assert set_to == {-4: 65536, -1: 1 << 26}

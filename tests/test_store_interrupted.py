@@ -15,10 +15,11 @@ from stores import CONTEXT, N, captured, content
 
 from normgeo import HiddenStateStore, capture, stream
 from normgeo.capture import resume_capture
+from normgeo.direct import BLOCK
 from normgeo.errors import RunError, StoreError
 from normgeo.storage import Disk
 from normgeo.store import verify
-from normgeo.store_writer import StoreWriter
+from normgeo.store_writer import StoreWriter, _Buffers
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -140,6 +141,26 @@ def capture_with_a_bound(home, path, monkeypatch, bound):
         captured(home, path)
     assert waiting == 0
     return most
+
+
+def test_memory_for_what_waits_is_used_again_and_bounded():
+    buffers, got = _Buffers(10_000), []
+    first = buffers.take(4096, pinned=False)
+    assert first.data_ptr() % BLOCK == 0
+    buffers.give(first, pinned=False)
+    again = buffers.take(4096, pinned=False)
+    assert again.data_ptr() == first.data_ptr()
+    waiting = threading.Thread(target=lambda: got.append(buffers.take(8192, pinned=False)))
+    waiting.start()
+    waiting.join(0.2)
+    assert not got  # 4096 are out, and 8192 more are too many
+    buffers.give(again, pinned=False)
+    waiting.join(10)
+    assert len(got[0]) == 8192
+    buffers.give(got[0], pinned=False)
+    for n in range(1000, 9000, 500):
+        buffers.give(buffers.take(n, pinned=False), pinned=False)
+        assert sum(len(buffer) for kept in buffers._free.values() for buffer in kept) == buffers._kept <= 10_000
 
 
 def test_a_slow_disk_holds_the_model_back(home, tmp_path, monkeypatch, store):
