@@ -12,10 +12,9 @@ from pathlib import Path
 import matplotlib.figure
 import pandas as pd
 
+from analyses import _source
 from normgeo import training_figures
 from normgeo.errors import DataError
-
-STORED = Path(__file__).parent / "data" / "angles_in_training.parquet"
 
 
 def compute(run: Path | None = None) -> pd.DataFrame:
@@ -24,7 +23,7 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     Raises:
         DataError: the directory holds no finished run of `normgeo angles --checkpoints`.
     """
-    path = STORED if run is None else run / "angles.parquet"
+    path = _source.KEPT / "angles_in_training.parquet" if run is None else run / "angles.parquet"
     frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
     if "step" not in frame:
         raise DataError(f"{path} is no table of `normgeo angles --checkpoints`")

@@ -222,8 +222,8 @@ class _Reader:
                 replay.expect(n)
 
             def vectors(i: int, n: int) -> tuple[Tensor, Tensor]:
-                for replay, tokens in itertools.islice(coming, 1):
-                    replay.expect(tokens)
+                if (ahead := next(coming, None)) is not None:
+                    ahead[0].expect(ahead[1])
                 return replays[i].next(n)
 
             for i in range(len(replays) if begun else 0):
@@ -235,6 +235,8 @@ class _Reader:
                     statistics.take(i, "pre", pre)
                     statistics.take(i, "post", post)
                 statistics.end()
+        last = task.batches[-1]
+        assert last.start + last.n_tokens >= self.store.layout.stop(task.stop - 1)  # every chunk was read to its end
         return _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
 
 
