@@ -27,6 +27,8 @@ except ImportError:  # a checkpoint's own copy of this module, where the package
 
 __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
+
 FEW = {torch.float32: 1 << 19, torch.bfloat16: 1 << 16, torch.float16: 1 << 16}
 """Numbers under which, on a CPU and inside a model, a kernel is no faster than torch's LayerNorm: matrix products leave
 nothing else in the caches, memory is read as fast by one as by the other, and a kernel takes longer to be reached."""
@@ -80,10 +82,15 @@ class _Norm(nn.Module):
         """Name of the kernel that computes this norm."""
         return None
 
+    def affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias: as attributes of a module they take as long to find as a token's norm takes to compute."""
+        of = self._parameters
+        return (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)  # some may be parametrized
+
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
-        if norm_ops is not None and self.kernel is not None:
-            z = norm_ops.norm(x, self.weight, self.bias, self.eps, self.offset, self.kernel)
+        if norm_ops is not None and (kernel := self.kernel) is not None:
+            z = norm_ops.norm(x, *self.affine(), self.eps, self.offset, kernel)
             if z is not None:
                 return z
         return self.plain(x)
@@ -122,15 +129,15 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """As for every norm; of few numbers known to have zero mean, torch's LayerNorm."""
-        if self.centered and x.is_cpu and x.numel() < FEW.get(x.dtype, 0):
+        if self.centered and x.numel() < FEW.get(x.dtype, 0) and x.is_cpu:
             return self.plain(x)
         return super().forward(x)
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
-        if not self.centered or x.dtype is torch.float64 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.centered or x.dtype is torch.float64 or is_grad_enabled() or is_compiling():
             return super().plain(x)
-        weight, bias = self.weight, self.bias
+        weight, bias = self.affine()
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
         elif self.offset:
