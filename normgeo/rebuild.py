@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normgeo import kernels
 from normgeo.sites import Kind, NormSite
 
 __all__ = ["RECIPES", "Rebuild", "find_rebuild", "same_bits", "standardized"]
@@ -22,13 +23,6 @@ CACHED = 1 << 18  # numbers: what a recipe's steps make of so many stays in a pr
 
 Vectors = Float[Tensor, "vectors d"]
 Row = Float[Tensor, " d"] | None
-
-
-def standardized(x: Vectors, kind: Kind, eps: float) -> Vectors:
-    """What a norm makes of vectors before gamma and beta, computed in float32 at least, in the vectors' own dtype."""
-    wide = _wide(x)
-    wide = wide - wide.mean(-1, keepdim=True) if kind == "layernorm" else wide
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -87,6 +81,12 @@ RECIPES: dict[str, Callable[[Tensor, Row, Row, float], Tensor]] = {
 """z from x, gamma, beta and eps, by the name that a store keeps."""
 
 
+ROUNDED_HALFWAY = {
+    "rmsnorm-gain-last": True, "rmsnorm-scale-wide": True, "rmsnorm-gain-inside": False, "rmsnorm-wide": False,
+}  # fmt: skip
+"""Recipes without a bias that there is a kernel for, which reads x twice: whether they round before gamma."""
+
+
 @dataclass(frozen=True)
 class Rebuild:
     """How the output of a norm follows from its input.
@@ -112,12 +112,24 @@ class Rebuild:
         if gamma is not None and self.recipe == "rmsnorm-gain-inside":
             gamma = gamma.float()  # before the offset, which half precision would round
         gamma = gamma + self.offset if gamma is not None and self.offset else gamma
-        recipe, rows = RECIPES[self.recipe], max(16, CACHED // x.shape[-1])
-        out = torch.empty_like(x)
-        for start in range(0, len(x), rows):
-            piece = x[start : start + rows]
-            out[start : start + rows] = recipe(piece, gamma, self.bias, eps)
-        return out
+        return _followed(self.recipe, x, gamma, self.bias, eps)
+
+
+def _followed(recipe: str, x: Vectors, gamma: Row, beta: Row, eps: float) -> Vectors:
+    """A recipe, a few rows at a time, by the kernel where it is one that there is a kernel for."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = max(16, CACHED // x.shape[-1]) if x.is_cpu else max(1, len(x))
+    halfway = ROUNDED_HALFWAY.get(recipe) if beta is None else None
+    for start in range(0, len(x), rows):
+        piece, into = x[start : start + rows], out[start : start + rows]
+        if halfway is None or not kernels.scaled_by_rms(piece, gamma, eps, halfway=halfway, out=into):
+            into.copy_(RECIPES[recipe](piece, gamma, beta, eps))
+    return out
+
+
+def standardized(x: Vectors, kind: Kind, eps: float) -> Vectors:
+    """What a norm makes of vectors before gamma and beta, computed in float32 at least, in the vectors' own dtype."""
+    return _followed("layernorm-by-hand" if kind == "layernorm" else "rmsnorm-wide", x, None, None, eps)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """The angles from a store, without the model: rows of chunks side by side, on threads or on a cluster of dask's.
 
-A task reads a few rows of every array and gives their statistics, which are merged in the order of the rows. Sums of
-whole numbers are exact, so that neither the cut into tasks nor who does them shows in the result. There are never more
+A task reads a few rows of every array, or where there are few rows of some sites' arrays, and gives their statistics,
+which are merged in the order of the tasks. Sums of whole numbers are exact, so that neither the cut into tasks nor who
+does them shows in the result. There are never more
 tasks under way than twice the workers: memory does not depend on the number of tokens, but for the commit log's sizes
 and checksums, some 200 bytes a chunk.
 """
@@ -34,12 +35,13 @@ from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.store import ChunkReader, HiddenStateStore
 from normgeo.store_layout import as_numpy, as_torch
+from normgeo.timing import memory_kept
 from normgeo.tokens import TokenBatch
 
 __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
-TASKS_A_WORKER = 4  # at least, where the store has as many rows
+TASKS_A_WORKER = 4  # at least, where the store has as much to share out
 READS_AHEAD = 2  # of a site each, for every one that is under way
 CONNECT_SECONDS = 10
 
@@ -58,15 +60,17 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows from `first` up to `stop`, and the batches that begin in them."""
+    """Rows from `first` up to `stop`, and the batches that begin in them, of every so many-th site."""
 
     first: int
     stop: int
     batches: list[TokenBatch]
+    sites: slice
 
     @property
     def n_tokens(self) -> int:
-        return sum(batch.n_tokens for batch in self.batches)
+        """Tokens that are done with this task: its own, if it is the last of its rows."""
+        return sum(batch.n_tokens for batch in self.batches) if self.sites.start == self.sites.step - 1 else 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def angles_from_store(
         announce(f"{path} is incomplete: {store.n_tokens:,} of {store.layout.n_tokens:,} tokens")
     identity = store.provenance["identity"]
     scan = _Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed)
-    with progress_bar(identity["label"], store.n_tokens, enabled=progress) as advance:
+    with memory_kept(), progress_bar(identity["label"], store.n_tokens, enabled=progress) as advance:
         statistics, differing = _scanned(scan, store, batch or identity["batch"], scheduler, advance)
     if differing:
         announce(
@@ -141,19 +145,27 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _tasks(store: HiddenStateStore, batch: int, workers: int) -> Iterator[_Task]:
+def _tasks(store: HiddenStateStore, batch: int, workers: int, sites: int) -> Iterator[_Task]:
     """Cut the rows into tasks: long enough that little is read twice, short enough that all workers have some."""
-    chunk, rows = store.layout.chunk, len(store.commit_log)
+    chunk, rows, wanted = store.layout.chunk, len(store.commit_log), TASKS_A_WORKER * workers
     whole = BATCHES_A_TASK * batch * store.provenance["identity"]["about"]["context"] // chunk
-    at_least = max(1, min(whole, rows // (TASKS_A_WORKER * workers)))
+    at_least = max(1, min(whole, rows // wanted))
+    parts = min(sites, -(-wanted * at_least // rows))
+    for first, stop, batches in _rows(store, batch, at_least):
+        for part in range(parts):
+            yield _Task(first, stop, batches, slice(part, None, parts))
+
+
+def _rows(store: HiddenStateStore, batch: int, at_least: int) -> Iterator[tuple[int, int, list[TokenBatch]]]:
+    """Rows, at least so many, and the batches that begin in them."""
     first, begun = 0, list[TokenBatch]()
     for piece in store.stream().batches(store.n_tokens, batch):
-        row = piece.start // chunk
+        row = piece.start // store.layout.chunk
         if row - first >= at_least:
-            yield _Task(first, row, begun)
+            yield first, row, begun
             first, begun = row, []
         begun.append(piece)
-    yield _Task(first, rows, begun)
+    yield first, len(store.commit_log), begun
 
 
 def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: int) -> Iterator[tuple[_Task, _Found]]:
@@ -176,7 +188,7 @@ def _scanned(
     reader, differing = _Reader(scan, store), set[str]()
     statistics, run = reader.statistics(), functools.partial(_run, scan) if scheduler else reader.run
     with _cluster(scheduler) if scheduler else _threads() as (submit, workers):
-        tasks = _tasks(store, batch, workers)
+        tasks = _tasks(store, batch, workers, len(statistics.sites))
         for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
             statistics.add_state_dict(found.state)
             differing |= found.differing
@@ -213,8 +225,9 @@ class _Reader:
     def run(self, task: _Task) -> _Found:
         """Read the task's rows to their ends, and on to the end of its last batch."""
         statistics, storage = self.statistics(), self.store.storage
-        with ThreadPoolExecutor(storage.threads, "read") as pool, torch.inference_mode():
-            replays = [_Replay(self.store, s, self._rebuild.get(s.key), task.first, pool) for s in self.sites]
+        with memory_kept(), ThreadPoolExecutor(storage.threads, "read") as pool, torch.inference_mode():
+            some = list(enumerate(self.sites))[task.sites]
+            replays = [_Replay(self.store, site, self._rebuild.get(site.key), task.first, pool) for _, site in some]
             begun = task.batches[0].start - task.first * self.store.layout.chunk
             pieces = [*([begun] if begun else []), *(batch.n_tokens for batch in task.batches)]
             coming = ((replay, n) for n in pieces for replay in replays)
@@ -230,10 +243,10 @@ class _Reader:
                 vectors(i, begun)  # of a batch that the task before has; here for its checksums
             for batch in task.batches:
                 statistics.begin(batch)
-                for i in range(len(replays)):
+                for i, (site, _) in enumerate(some):
                     pre, post = vectors(i, batch.n_tokens)
-                    statistics.take(i, "pre", pre)
-                    statistics.take(i, "post", post)
+                    statistics.take(site, "pre", pre)
+                    statistics.take(site, "post", post)
                 statistics.end()
         last = task.batches[-1]
         assert last.start + last.n_tokens >= self.store.layout.stop(task.stop - 1)  # every chunk was read to its end

@@ -69,6 +69,19 @@ def test_threads_give_the_captures_own_numbers(home, tmp_path, threads, scanned,
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.parametrize(("tasks", "parts"), [(1, 1), (4, 2), (1000, 5)])
+def test_few_rows_are_shared_out_by_sites(store, threads, scanned, monkeypatch, tasks, parts):
+    monkeypatch.setattr(scan, "TASKS_A_WORKER", tasks)
+    opened, sites = HiddenStateStore(store), range(len(HiddenStateStore(store).sites))
+    cut = list(scan._tasks(opened, 8, 3, len(sites)))
+    done = [(row, site) for task in cut for row in range(task.first, task.stop) for site in sites[task.sites]]
+    assert sorted(done) == [(row, site) for row in range(len(opened.commit_log)) for site in sites]
+    assert {task.sites.step for task in cut} == {parts}
+    assert sum(task.n_tokens for task in cut) == opened.n_tokens
+    table = angles_from_store(store, null=8, progress=False)
+    assert_the_captures_own(store, table, scanned[-1])
+
+
 def test_a_cluster_gives_the_captures_own_numbers(store, copy, cluster, scanned):
     table = angles_from_store(store, null=8, scheduler=cluster, progress=False)
     assert_the_captures_own(store, table, scanned[0])

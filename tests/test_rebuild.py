@@ -1,0 +1,59 @@
+"""Outputs rebuilt from inputs are those of the recipe to the last bit, whichever way they are computed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from normgeo import kernels
+from normgeo.rebuild import RECIPES, ROUNDED_HALFWAY, Rebuild
+
+pytestmark = pytest.mark.usefixtures("passes")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EPS = 1e-5
+
+
+def drawn(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(2.0**seed).to(dtype)
+
+
+def plainly(recipe, x, gamma, beta):
+    return RECIPES[recipe](x.contiguous(), gamma, beta, EPS).to(x.dtype)
+
+
+@given(
+    st.sampled_from([name for name in RECIPES if name.startswith("rms")]), st.sampled_from(DTYPES),
+    st.sampled_from(["own", "wide", None]), st.booleans(), st.sampled_from([0.0, 1.0]),
+    st.sampled_from([(1, 1), (3, 15), (40, 16), (600, 33), (7, 576), (2, 4099)]), st.integers(-8, 4),
+)  # fmt: skip
+def test_every_recipe_is_followed_to_the_last_bit(recipe, dtype, kind, biased, offset, shape, seed):
+    own = torch.float32 if kind == "wide" else dtype
+    if recipe == "rmsnorm" and own is not dtype:
+        return  # torch's own takes no wider gain
+    gain = None if kind is None else drawn(shape[1], dtype=own, seed=seed % 3)
+    bias = drawn(shape[1], dtype=own, seed=1) if biased else None
+    x = drawn(shape[0], shape[1] + 3, dtype=dtype, seed=seed)[:, : shape[1]]
+    gamma = gain.float() if gain is not None and recipe == "rmsnorm-gain-inside" else gain
+    gamma = gamma if gamma is None else gamma + offset
+    found = Rebuild(recipe, offset if gain is not None else 0.0, gain, bias, True, 0.0)(x, EPS)
+    assert found.dtype is dtype
+    assert torch.equal(found, plainly(recipe, x, gamma, bias))
+
+
+@pytest.mark.parametrize("recipe", ROUNDED_HALFWAY)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_row_without_a_length_keeps_its_own_bits(recipe, dtype, value):
+    x, gamma = drawn(9, 40, dtype=dtype, seed=0), drawn(40, dtype=dtype, seed=1)
+    x[4, 3 if value else slice(None)] = value
+    found = Rebuild(recipe, 0.0, gamma, None, True, 0.0)(x, EPS if value else 0.0)
+    wanted = RECIPES[recipe](x, gamma, None, EPS if value else 0.0)
+    whole = torch.uint8
+    assert torch.equal(found.view(whole), wanted.to(dtype).view(whole))
+
+
+def test_the_kernel_is_used_where_there_is_one_and_says_where_it_is_not():
+    x, out = drawn(4, 64, dtype=torch.bfloat16, seed=0), torch.empty(4, 64, dtype=torch.bfloat16)
+    assert kernels.scaled_by_rms(x, None, EPS, halfway=False, out=out) == kernels.status().compiled
+    assert not kernels.scaled_by_rms(x.double(), None, EPS, halfway=False, out=out.double())
+    assert not kernels.scaled_by_rms(x, torch.ones(64).half(), EPS, halfway=False, out=out)
