@@ -62,16 +62,23 @@ def _words(key: object) -> str:
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Fig. 3 and 5: a row for each dtype, phase and mode; whole passes left, norms and additions right."""
+    """Fig. 3 and 5: a row for each dtype of plain forward passes, one for decoding and one for what is compiled.
+
+    Whole passes are on the left, norms and additions on the right.
+    """
     sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
-    conditions = list(frame.groupby(CONDITION, sort=False))
+    plain = (frame.phase == "forward") & (frame["mode"] == "eager")
+    row = (
+        frame.dtype.str.removesuffix("-dynamic").where(plain, "all dtypes") + ", " + frame.phase + ", " + frame["mode"]
+    )
+    conditions = list(frame.groupby([row, "device", "threads"], sort=False))
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.7 * len(conditions)), layout="constrained")
     grid = figure.subplots(len(conditions), 2, squeeze=False)
     names = [name for name in LABELS if name in set(frame.variant)]
     for axes, (key, part) in zip(grid, conditions, strict=True):
         for one, prefix in zip(axes, ("", "norm_"), strict=True):
             _bars(one, part, names, prefix)
-        axes[0].set_title(_words(key).split(";")[0], fontsize=8)
+        axes[0].set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
         axes[0].set_ylabel("time / Pre-LN")
     _axes.legend(figure, columns=4)
     devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
@@ -81,10 +88,10 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
 def _bars(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
     """A group of bars for each model and shape, a bar a variant; the axis begins where what differs can be seen."""
-    cases = part[["model", "batch", "length"]].drop_duplicates()
+    cases = part[["dtype", "model", "batch", "length"]].drop_duplicates()
     value = f"{prefix}ratio"
     wide = 0.84 / len(names)
-    lows = []
+    lows, highs = [], []
     for k, name in enumerate(names):
         rows = cases.merge(part[part.variant == name], how="left")
         if rows[value].isna().all():
@@ -96,14 +103,16 @@ def _bars(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None
             error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
         )  # fmt: skip
         lows.append(float(rows[f"{value}_q25"].min()))
+        highs.append(float(rows[value].max()))
     if not lows:
         axes.set_axis_off()
         return
     if prefix:
         axes.set_title("norms and residual additions inside", fontsize=8)
     axes.axhline(1, color="0.3", linewidth=0.6)
-    axes.set_ylim(bottom=0 if prefix else max(0.0, np.floor(20 * min(lows) - 0.2) / 20))
-    several = cases.model.nunique() < len(cases)
-    labels = [f"{m}\n{b} x {n}" if several else str(m) for m, b, n in cases.itertuples(index=False)]
+    bottom = 0 if prefix else max(0.0, np.floor(20 * min(lows) - 0.2) / 20)
+    axes.set_ylim(bottom, max(1.0, *highs) * 1.08)  # of few rounds one may take several times as long
+    shapes, dtypes = cases.duplicated(["dtype", "model"]).any(), cases.dtype.nunique() > 1
+    labels = [f"{m}\n{f'{b} x {n}' if shapes else t if dtypes else ''}" for t, m, b, n in cases.itertuples(index=False)]
     axes.set_xticks(np.arange(len(cases)), labels, fontsize=6)
     axes.grid(visible=False, axis="x")
