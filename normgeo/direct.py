@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["BLOCK", "NewFile", "read_range", "room"]
+__all__ = ["BLOCK", "NewFile", "read_range", "room", "sync"]
 
 BLOCK = 4096  # bytes, of which disks take whole ones, at addresses that are multiples of as many
 DIRECT = getattr(os, "O_DIRECT", 0)
@@ -75,13 +75,12 @@ class NewFile:
                 _through_memory(self._descriptor, error)
 
     def finish(self) -> None:
-        """Have it all on the disk."""
+        """Write what is left; `sync` has it survive a power cut."""
         if len(self._rest):
             last = room(BLOCK)
             last[: len(self._rest)], last[len(self._rest) :] = self._rest, 0
             self._write(last)
             os.ftruncate(self._descriptor, self._size)
-        os.fsync(self._descriptor)
         self.close()
 
     def close(self) -> None:
@@ -89,6 +88,15 @@ class NewFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def room(n: int) -> np.ndarray:

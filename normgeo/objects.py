@@ -184,6 +184,9 @@ class Objects(Storage):
         """Bytes in memory until they are put."""
         return _ChunkBuffer(self, name)
 
+    def sync(self, names: Iterable[str]) -> None:
+        """Nothing: what was put is safe."""
+
     def delete(self, name: str) -> None:
         """Remove an object."""
         with self._explained(name):

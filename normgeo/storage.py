@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class NewChunk(ABC):
-    """A chunk while it grows; there under its name only once it is finished."""
+    """A chunk while it grows; there under its name only once it is finished, and safe once it is synced."""
 
     @abstractmethod
     def append(self, piece: np.ndarray) -> None:
@@ -37,7 +37,7 @@ class NewChunk(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Make it safe, under its name."""
+        """Have it under its name."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -115,6 +115,10 @@ class Storage(ABC):
         """Begin a chunk."""
 
     @abstractmethod
+    def sync(self, names: Iterable[str]) -> None:
+        """Make finished chunks safe: there whole after a power cut."""
+
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
 
@@ -154,9 +158,9 @@ class Storage(ABC):
 
 
 class Disk(Storage):
-    """Files below a directory: written beside their names, synced, and renamed."""
+    """Files below a directory: written beside their names and renamed."""
 
-    threads = 2
+    threads = 4
     largest = None
 
     def __init__(self, path: Path) -> None:
@@ -194,7 +198,7 @@ class Disk(Storage):
         """Write a file."""
         with self._part(name, content) as part:
             os.replace(part, self.path / name)
-        _sync((self.path / name).parent)
+        direct.sync((self.path / name).parent)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file that is not there yet."""
@@ -203,7 +207,7 @@ class Disk(Storage):
                 os.link(part, self.path / name)
         except FileExistsError as error:
             raise StoreError(f"{self.at(name)} is already there: another process writes this store") from error
-        _sync((self.path / name).parent)
+        direct.sync((self.path / name).parent)
 
     @contextmanager
     def _part(self, name: str, content: bytes) -> Iterator[Path]:
@@ -231,14 +235,20 @@ class Disk(Storage):
                 out.flush()
                 os.fsync(out.fileno())
         for inside in {parent for name in files for parent in (part / name).parents if parent.is_relative_to(part)}:
-            _sync(inside)
+            direct.sync(inside)
         shutil.rmtree(self.path / folder, ignore_errors=True)
         os.replace(part, self.path / folder)
-        _sync((self.path / folder).parent)
+        direct.sync((self.path / folder).parent)
 
     def chunk(self, name: str) -> NewChunk:
         """A file that grows beside its name."""
         return _ChunkFile(self._unfinished(name), self.path / name)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Sync the files, then their folders: of many at once the first takes the others along in the journal."""
+        files = [self.path / name for name in names]
+        for path in (*files, *dict.fromkeys(file.parent for file in files)):
+            direct.sync(path)
 
     def delete(self, name: str) -> None:
         """Remove a file."""
@@ -304,6 +314,7 @@ class Disk(Storage):
                 for _ in range(blocks):
                     file.append(block)
                 file.finish()
+                direct.sync(path)
             finally:
                 file.close()
             return blocks * len(block) / (time.perf_counter() - began)
@@ -330,18 +341,8 @@ class _ChunkFile(NewChunk):
     def finish(self) -> None:
         self._file.finish()
         os.replace(self._part, self._path)
-        _sync(self._path.parent)
 
     def abandon(self) -> None:
         self._file.close()
         with suppress(FileNotFoundError):
             self._part.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

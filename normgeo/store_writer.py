@@ -1,8 +1,9 @@
 """A sink that writes hidden states while the model computes, and commits each row of chunks once it is safe.
 
-The forward pass hands over copies; threads append them to chunks, checksum and finish those, and write the row's
-record. Outputs that are not stored are checksummed where they are. What waits to be written is bounded: the forward
-pass waits where the storage is slower. Writing and checksums are done outside the interpreter's lock.
+The forward pass hands over copies; threads append them to chunks, checksum and finish those; one more syncs those of a
+row together and writes its record. Outputs that are not stored are checksummed where they are. What waits to be written
+is bounded: the forward pass waits where the storage is slower. Writing and checksums are done outside the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -253,11 +254,13 @@ class StoreWriter:
             if self._failure is not None:
                 return
             done = self._done.pop(row)
+        stored = [key for key in sorted(done) if key not in self._only_checked]
+        self.storage.sync(f"hidden.zarr/{self._chunks[key].spec.chunk_file(row)}" for key in stored)
         self.storage.put(state_file(row), state)
         named = {key: self._chunks[key].spec.name for key in done}
         commit = Commit(
             self.store, row, row * self.layout.chunk, self.layout.stop(row),
-            {named[key]: done[key] for key in sorted(done) if key not in self._only_checked},
+            {named[key]: done[key] for key in stored},
             {self.sites[site].key: done[site, p][1] for site, p in sorted(self._only_checked)},
             hashlib.sha256(state).hexdigest(),
         )  # fmt: skip

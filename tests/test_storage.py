@@ -81,6 +81,7 @@ def test_chunks_and_ranges(place):
         chunk.append(raw(100, start))
     assert place.size("hidden.zarr/a/c.0") is None
     chunk.finish()
+    place.sync(["hidden.zarr/a/c.0"])
     assert place.size("hidden.zarr/a/c.0") == 1000
     for start, n in ((0, 1000), (10, 5), (10, 25), (990, 25), (1000, 5), (2000, 5), (0, 5000)):
         found = place.read_range("hidden.zarr/a/c.0", start, n)

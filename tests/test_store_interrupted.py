@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from stores import CONTEXT, N, captured, content
 
-from normgeo import HiddenStateStore, capture, stream
+from normgeo import HiddenStateStore, capture, direct, stream
 from normgeo.capture import resume_capture
 from normgeo.direct import BLOCK
 from normgeo.errors import RunError, StoreError
 from normgeo.storage import Disk
 from normgeo.store import verify
+from normgeo.store_layout import commit_file
 from normgeo.store_writer import StoreWriter, _Buffers
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -117,8 +118,8 @@ def test_what_cannot_fit_is_refused_before_anything(home, tmp_path, monkeypatch)
 
 
 def capture_with_a_bound(home, path, monkeypatch, bound):
-    """The most bytes that waited for a disk that takes 20 ms a sync, counted where they are queued and written."""
-    waiting, most, real, counting = 0, 0, os.fsync, threading.Lock()
+    """The most bytes that waited for a disk that takes 20 ms a write, counted where they are queued and written."""
+    waiting, most, real, counting = 0, 0, os.write, threading.Lock()
 
     def count(n):
         nonlocal waiting, most
@@ -137,7 +138,7 @@ def capture_with_a_bound(home, path, monkeypatch, bound):
 
     with monkeypatch.context() as patch:
         patch.setattr(capture, "StoreWriter", functools.partial(Counted, waiting_bytes=bound))
-        patch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.02), real(descriptor)))
+        patch.setattr(os, "write", lambda *args: (time.sleep(0.02), real(*args))[1])
         captured(home, path)
     assert waiting == 0
     return most
@@ -161,6 +162,18 @@ def test_memory_for_what_waits_is_used_again_and_bounded():
     for n in range(1000, 9000, 500):
         buffers.give(buffers.take(n, pinned=False), pinned=False)
         assert sum(len(buffer) for kept in buffers._free.values() for buffer in kept) == buffers._kept <= 10_000
+
+
+def test_a_row_is_committed_once_its_chunks_are_synced(home, tmp_path, monkeypatch):
+    done, real, create = [], direct.sync, Disk.create
+    monkeypatch.setattr(direct, "sync", lambda path: (real(path), done.append(path)))
+    monkeypatch.setattr(Disk, "create", lambda self, name, content: (done.append(name), create(self, name, content)))
+    store = HiddenStateStore(captured(home, tmp_path / "s"))
+    for commit in store.commit_log:
+        at = done.index(commit_file(commit.row))
+        files = [tmp_path / "s/hidden.zarr" / spec.chunk_file(commit.row) for spec in store.layout.arrays]
+        assert files
+        assert all(file in done[:at] and file.parent in done[done.index(file) : at] for file in files)
 
 
 def test_a_slow_disk_holds_the_model_back(home, tmp_path, monkeypatch, store):
