@@ -1,7 +1,8 @@
 """Where a store lies, seen as names and bytes: below a directory here, below a URL in `objects`.
 
 A store's safety rests on what both promise. What was put is there whole or not at all, after a kill and after a power
-cut; `create` never replaces what is there; and whoever holds the lock writes alone.
+cut, and a chunk that was synced is there whole; `create` never replaces what is there; and whoever holds the lock
+writes alone.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from normgeo.storage import Disk
 from normgeo.store_layout import Layout, create
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
+from normgeo.timing import memory_kept
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -93,7 +94,7 @@ def bench_store(
     folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
+    with memory_kept(), tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
         measures = _measures(run, job, folder, Path(scratch))
         order = random.Random(0)  # a processor that has waited for a disk computes faster for a while
         for _ in range(rounds):
