@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ LEAST = 3
 """Rounds that are timed however little time there is: fewer have no quartiles."""
 
 
-_keeping = 0  # how many want memory kept
+_keeping, _counting = 0, threading.Lock()  # how many want memory kept
 
 
 @contextmanager
@@ -34,16 +35,18 @@ def memory_kept() -> Iterator[None]:
     except (OSError, AttributeError, TypeError):  # another C library
         yield
         return
-    _keeping += 1
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, -1)
+    with _counting:
+        _keeping += 1
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)
     try:
         yield
     finally:
-        _keeping -= 1
-        if not _keeping:
-            mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
-            mallopt(trim_threshold, 1 << 26)
+        with _counting:
+            _keeping -= 1
+            if not _keeping:
+                mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
+                mallopt(trim_threshold, 1 << 26)
 
 
 def synchronize(device: torch.device) -> None:

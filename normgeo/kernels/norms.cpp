@@ -125,6 +125,22 @@ void norm_rows(void* residual, const void* x, void* out, int64_t rows, int64_t d
     });
 }
 
+// Contiguous, of x's shape and dtype. torch::stable::empty_like finds its operator by name, which takes as long as a
+// token's norm.
+inline Tensor made_like(const Tensor& x) {
+    constexpr int64_t MOST = 8;
+    const int64_t dim = x.dim();
+    if (dim > MOST) return torch::stable::empty_like(x);
+    int64_t strides[MOST], step = 1;
+    for (int64_t i = dim - 1; i >= 0; step *= x.size(i--)) strides[i] = step;
+    int32_t dtype;
+    AtenTensorHandle made;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, x.sizes().data(), strides, dtype,
+                                                           aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor(made);
+}
+
 template <bool ADD>
 Tensor run(const Tensor& residual, const Tensor* x, const std::optional<Tensor>& weight,
            const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
@@ -140,7 +156,7 @@ Tensor run(const Tensor& residual, const Tensor* x, const std::optional<Tensor>&
         check(!*p || ((*p)->numel() == d && (*p)->is_contiguous() && (*p)->scalar_type() == width),
               "gamma and beta have d numbers of one dtype");
     check(width == type || width == ScalarType::Float, "gamma and beta are of the input's dtype or float32");
-    Tensor out = torch::stable::empty_like(residual);
+    Tensor out = made_like(residual);
     const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
     auto go = [&](auto stream, auto more, auto parameter) {
         typedef decltype(stream) T;
