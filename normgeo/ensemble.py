@@ -91,7 +91,7 @@ class NullEnsemble:
             key = (d, n, centered, device)
             if key not in self._chunks:
                 slots = max(1, COLLECTED // (n * d))
-                self._chunks[key] = _Chunk(torch.empty((slots, n, d), device=device))
+                self._chunks[key] = _Chunk(torch.empty((slots, n, d), dtype=torch.float32, device=device))
             chunk = self._chunks[key]
             kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[len(chunk.sites)])
             chunk.sites.append((site, phase))

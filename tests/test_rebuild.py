@@ -52,6 +52,17 @@ def test_a_row_without_a_length_keeps_its_own_bits(recipe, dtype, value):
     assert torch.equal(found.view(whole), wanted.to(dtype).view(whole))
 
 
+def test_what_torch_makes_by_default_does_not_matter():
+    x, gamma = drawn(9, 40, dtype=torch.bfloat16, seed=0), drawn(40, dtype=torch.bfloat16, seed=1)
+    rebuild = Rebuild("rmsnorm-gain-last", 0.0, gamma, None, True, 0.0)
+    wanted = rebuild(x, EPS)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(rebuild(x, EPS), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_kernel_is_used_where_there_is_one_and_says_where_it_is_not():
     x, out = drawn(4, 64, dtype=torch.bfloat16, seed=0), torch.empty(4, 64, dtype=torch.bfloat16)
     assert kernels.scaled_by_rms(x, None, EPS, halfway=False, out=out) == kernels.status().compiled

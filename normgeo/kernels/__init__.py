@@ -135,7 +135,7 @@ def scaled_by_rms(
     suits = gamma is None or gamma.dtype in (x.dtype, torch.float32)
     if not _compiled(x) or x.dtype is torch.float64 or not suits or x.stride(1) != 1:
         return False
-    squares = torch.empty(x.shape)
+    squares = torch.empty(x.shape, dtype=torch.float32)
     cpu.loaded().squares(x, squares)
     scale = squares.mean(-1).add_(eps).rsqrt_()
     least, most = scale.aminmax()

@@ -1,7 +1,6 @@
 // One pass over hidden states: norms and projections accumulated in float64; rows gathered for the null ensemble, and
 // the moments of its angles; what is added up of the named directions' angles; and the steps of an RMSNorm that is
-// rebuilt. A plain C interface, called through
-// ctypes; threads are torch's own (`torch_parallel_for`).
+// rebuilt. A plain C interface, called through ctypes; threads are torch's own (`torch_parallel_for`).
 //
 // Vectors are the compilers' own (GCC, Clang), so that sums are vectorized without -ffast-math: not a number stays not
 // a number, and every row is summed in the same order wherever it lies.
