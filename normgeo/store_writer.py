@@ -1,9 +1,9 @@
 """A sink that writes hidden states while the model computes, and commits each row of chunks once it is safe.
 
-The forward pass hands over copies; threads append them to chunks, checksum and finish those; one more syncs those of a
-row together and writes its record. Outputs that are not stored are checksummed where they are. What waits to be written
-is bounded: the forward pass waits where the storage is slower. Writing and checksums are done outside the interpreter's
-lock.
+The forward pass hands over copies and, on a CPU, their checksums; threads append them to chunks and finish those; one
+more syncs those of a row together and writes its record. Outputs that are not stored are checksummed where they are.
+What waits to be written is bounded: the forward pass waits where the storage is slower. Writing and checksums are done
+outside the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
-import google_crc32c
 import numpy as np
 import safetensors.torch
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from normgeo.direct import BLOCK
 from normgeo.errors import StoreError
+from normgeo.kernels.checksum import copied, joined
 from normgeo.rebuild import standardized
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
@@ -32,7 +32,6 @@ from normgeo.store_layout import (
     ArraySpec,
     Commit,
     Layout,
-    as_numpy,
     state_file,
     write_commit,
 )
@@ -51,22 +50,30 @@ class _Chunks:
         self._chunk: NewChunk | None = None
         self._crc = self._written = 0
 
-    def add(self, start: int, raw: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """Append the bytes of the tokens from `start` on; gives (row, bytes, crc32c) for each row that is complete."""
-        size = self.spec.token_bytes
-        stop = start + len(raw) // size
-        while start < stop:
-            row = start // self.layout.chunk
+    def cuts(self, start: int, nbytes: int) -> list[tuple[int, int, slice]]:
+        """The rows that so many bytes of the tokens from `start` on belong to: (row, the token it ends at, bytes)."""
+        size, at, found = self.spec.token_bytes, start, []
+        stop = start + nbytes // size
+        while at < stop:
+            row = at // self.layout.chunk
             end = min(stop, self.layout.stop(row))
-            piece, raw = raw[: (end - start) * size], raw[(end - start) * size :]
             if row in self.rows:
-                self._append(row, piece)
-                if end == self.layout.stop(row):
-                    yield row, *self._finish(row, end)
-            start = end
+                found.append((row, end, slice((at - start) * size, (end - start) * size)))
+            at = end
+        return found
 
-    def _append(self, row: int, piece: np.ndarray) -> None:
-        self._crc = google_crc32c.extend(self._crc, piece)  # pyright: ignore
+    def add(self, start: int, raw: np.ndarray, crcs: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Append the bytes of the tokens from `start` on, of which the rows' parts have these CRC-32C.
+
+        Gives (row, bytes, crc32c) for each row that is complete.
+        """
+        for (row, end, part), crc in zip(self.cuts(start, len(raw)), crcs, strict=True):
+            self._append(row, raw[part], crc)
+            if end == self.layout.stop(row):
+                yield row, *self._finish(row, end)
+
+    def _append(self, row: int, piece: np.ndarray, crc: int) -> None:
+        self._crc = joined(self._crc, crc, len(piece))
         self._written += len(piece)
         if self.storage is None:
             return
@@ -75,10 +82,10 @@ class _Chunks:
         self._chunk.append(piece)
 
     def _finish(self, row: int, end: int) -> tuple[int, int]:
-        if self.storage is not None:
-            missing = (row + 1) * self.layout.chunk - end
+        if missing := (row + 1) * self.layout.chunk - end if self.storage is not None else 0:
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
-            self._append(row, np.full(values, self.spec.fill, self.spec.stored).view(np.uint8))
+            fill = np.full(values, self.spec.fill, self.spec.stored).view(np.uint8)
+            self._append(row, fill, copied(torch.from_numpy(fill), parallel=False))
         found = self._written, self._crc
         if self._chunk is not None:
             self._chunk.append(np.array([self._crc], "<u4").view(np.uint8))
@@ -120,10 +127,11 @@ class _Buffers:
 
     def give(self, buffer: Tensor, pinned: bool) -> None:
         """Have it back."""
+        n = buffer.numel()  # a tensor's len() takes long
         with self._changed:
-            self.out -= len(buffer)
-            self._kept += len(buffer)
-            self._free[len(buffer), pinned].append(buffer)
+            self.out -= n
+            self._kept += n
+            self._free[n, pinned].append(buffer)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -213,16 +221,25 @@ class StoreWriter:
                 f"{tuple(values.shape)} {values.dtype}"
             )
         self._check()
-        on_gpu = values.device.type == "cuda"
-        if key in self._only_checked and not on_gpu:  # while it is in the processor's cache
-            self._add(key, self._start, as_numpy(values.contiguous()).reshape(-1).view(np.uint8))
+        cuts = self._chunks[key].cuts(self._start, values.nbytes)
+        if not cuts:
             return
-        buffer = self._buffers.take(values.nbytes, on_gpu)
-        buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=on_gpu)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
+        if values.device.type == "cuda":
+            buffer = self._buffers.take(values.nbytes, pinned=True)
+            buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(values.device))
-        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, buffer, event))
+            self._put(key, buffer, None, event)
+            return
+        raw = values.contiguous().view(-1).view(torch.uint8)
+        if key in self._only_checked:
+            self._add(key, self._start, raw.numpy(), [copied(raw[part]) for *_, part in cuts])
+            return
+        buffer = self._buffers.take(values.nbytes, pinned=False)
+        self._put(key, buffer, [copied(raw[part], buffer[part]) for *_, part in cuts], None)
+
+    def _put(self, key: tuple[int, str], *job: Any) -> None:
+        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, *job))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -233,17 +250,22 @@ class StoreWriter:
             except BaseException as error:
                 self._fail(error)
 
-    def _write(self, key: tuple[int, str], start: int, buffer: Tensor, event: torch.cuda.Event | None) -> None:
+    def _write(
+        self, key: tuple[int, str], start: int, buffer: Tensor, crcs: list[int] | None, event: torch.cuda.Event | None
+    ) -> None:
         try:
             if event is not None:
                 event.synchronize()
             if self._failure is None:
-                self._add(key, start, buffer.numpy())
+                if crcs is None:
+                    cuts = self._chunks[key].cuts(start, buffer.numel())
+                    crcs = [copied(buffer[part], parallel=False) for *_, part in cuts]
+                self._add(key, start, buffer.numpy(), crcs)
         finally:
             self._buffers.give(buffer, event is not None)
 
-    def _add(self, key: tuple[int, str], start: int, raw: np.ndarray) -> None:
-        for row, n, crc in self._chunks[key].add(start, raw):
+    def _add(self, key: tuple[int, str], start: int, raw: np.ndarray, crcs: list[int]) -> None:
+        for row, n, crc in self._chunks[key].add(start, raw, crcs):
             with self._changed:
                 self._done[row][key] = n, crc
                 self._changed.notify_all()

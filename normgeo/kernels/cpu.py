@@ -18,7 +18,7 @@ from torch import Tensor
 from normgeo.kernels.compiling import compiled
 from normgeo.kernels.fallback import Histogram, Sums
 
-__all__ = ["DTYPES", "Library", "loaded"]
+__all__ = ["DTYPES", "Library", "loaded", "parallel_for"]
 
 SOURCE = Path(__file__).with_name("project.cpp")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -88,14 +88,15 @@ def loaded() -> Library:
     try:
         path = compiled(SOURCE)
         functions = _declared(ctypes.CDLL(str(path)))
-        found = Library(functions, str(path), _parallel_for())
+        found = Library(functions, str(path), parallel_for())
         _check(found)
     except (OSError, RuntimeError) as error:
         return Library(None, str(error))
     return found
 
 
-def _parallel_for() -> int | None:
+@functools.cache
+def parallel_for() -> int | None:
     """Address of torch's parallel loop; without it the kernels run on one thread."""
     name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
     try:

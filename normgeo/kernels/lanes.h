@@ -88,6 +88,17 @@ inline Of<16>::Floats widen<16>(const Bfloat16* x) {
 }
 
 template <>
+inline Of<8>::Floats widen<8>(const Bfloat16* x) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    return reinterpret_cast<Of<8>::Floats>(_mm256_slli_epi32(wide, 16));
+}
+
+template <>
+inline Of<8>::Floats widen<8>(const Float16* x) {
+    return reinterpret_cast<Of<8>::Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+
+template <>
 inline Of<16>::Floats widen<16>(const Float16* x) {
     return reinterpret_cast<Of<16>::Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }

@@ -85,7 +85,7 @@ void project_tile(const T* x, int64_t stride, int64_t d, const double* units, do
         for (int k = 0; k < 3; k++) u[k] = n < LANES ? load_some(units + k * d + j, n) : load(units + k * d + j);
         for (int r = 0; r < ROWS; r++) {
             const T* at = x + r * stride + j;
-            __builtin_prefetch(at + AHEAD * stride);
+            if (j % int64_t(64 / sizeof(T)) == 0) __builtin_prefetch(at + AHEAD * stride);
             const Wide v = get(at, n);
             square[r] += v * v;
             for (int k = 0; k < 3; k++) dots[r][k] += v * u[k];
