@@ -217,30 +217,64 @@ struct Tally {  // of one site; arrays as in `normgeo_tally`
     int64_t* histogram;
 };
 
-void tally_site(const Tally& t, const uint8_t* group, int64_t vectors, int64_t phases) {
-    for (int64_t i = 0; i < vectors; i++) {
-        const int64_t g = group[i];
-        double* sums = t.sums + g * (SUMS + phases);
-        const float *degrees = t.degrees + i, norm = t.norms[i];
-        if (!(norm > 0 && std::isfinite(norm + (degrees[0] + degrees[vectors] + degrees[2 * vectors])))) {
-            sums[1]++;
-            continue;
-        }
-        sums[0]++;
-        for (int64_t k = 0; k < 3; k++) {
-            const double short_of = degrees[k * vectors], units = short_of * UNIT, sine = t.sines[k * vectors + i];
-            sums[2 + k] += units;
-            sums[5 + k] += std::rint(units * units * (1 / UNIT));
-            sums[8 + k] += std::rint(sine * sine * ENERGY_UNIT);
-            if (k == 0) sums[11] += std::fabs(units);
-            double &least = t.least[g * 3 + k], &most = t.most[g * 3 + k];
+inline int64_t bin_of(double short_of) {
+    const double place = (90.0 - short_of) * 100.0;
+    return place < 0 ? 0 : place < BINS - 1 ? int64_t(place) : BINS - 1;
+}
+
+constexpr int64_t RUN = 16;
+
+inline bool counts(const float* degrees, int64_t vectors, float norm) {
+    return norm > 0 && std::isfinite(norm + (degrees[0] + degrees[vectors] + degrees[2 * vectors]));
+}
+
+// Vectors `i` to `i + n` <= i + RUN, all of group g and all with an angle; sums are of whole numbers, in any order.
+void tally_run(const Tally& t, int64_t i, int64_t n, int64_t g, int64_t vectors, int64_t phases) {
+    double* sums = t.sums + g * (SUMS + phases);
+    sums[0] += double(n);
+    for (int64_t k = 0; k < 3; k++) {
+        const float* degrees = t.degrees + k * vectors + i;
+        const double* sines = t.sines + k * vectors + i;
+        double sum = 0, square = 0, energy = 0, aside = 0, least = t.least[g * 3 + k], most = t.most[g * 3 + k];
+        int64_t bins[RUN];
+#pragma omp simd reduction(+ : sum, square, energy, aside) reduction(min : least) reduction(max : most)
+        for (int64_t j = 0; j < n; j++) {
+            const double short_of = degrees[j], units = short_of * UNIT;
+            sum += units;
+            square += std::rint(units * units * (1 / UNIT));
+            energy += std::rint(sines[j] * sines[j] * ENERGY_UNIT);
+            aside += std::fabs(units);
             least = units < least ? units : least;
             most = units > most ? units : most;
-            const double place = (90.0 - short_of) * 100.0;
-            const int64_t bin = place < 0 ? 0 : place < BINS - 1 ? int64_t(place) : BINS - 1;
-            for (int64_t p = 0; p < phases; p++) t.histogram[(p * 3 + k) * BINS + bin]++;
+            bins[j] = bin_of(short_of);
         }
-        for (int64_t p = 0; p < phases; p++) sums[SUMS + p] += std::rint(t.norms[p * vectors + i] * UNIT);
+        sums[2 + k] += sum, sums[5 + k] += square, sums[8 + k] += energy;
+        if (k == 0) sums[11] += aside;
+        t.least[g * 3 + k] = least, t.most[g * 3 + k] = most;
+        for (int64_t p = 0; p < phases; p++)
+            for (int64_t j = 0; j < n; j++) t.histogram[(p * 3 + k) * BINS + bins[j]]++;
+    }
+    for (int64_t p = 0; p < phases; p++) {
+        const float* norms = t.norms + p * vectors + i;
+        double sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; j++) sum += std::rint(norms[j] * UNIT);
+        sums[SUMS + p] += sum;
+    }
+}
+
+void tally_site(const Tally& t, const uint8_t* group, int64_t vectors, int64_t phases) {
+    for (int64_t i = 0; i < vectors; i += RUN) {
+        const int64_t n = vectors - i < RUN ? vectors - i : RUN;
+        bool alike = true;
+        for (int64_t j = i; j < i + n; j++) alike &= group[j] == group[i] && counts(t.degrees + j, vectors, t.norms[j]);
+        if (alike) {
+            tally_run(t, i, n, group[i], vectors, phases);
+            continue;
+        }
+        for (int64_t j = i; j < i + n; j++)
+            if (counts(t.degrees + j, vectors, t.norms[j])) tally_run(t, j, 1, group[j], vectors, phases);
+            else t.sums[group[j] * (SUMS + phases) + 1]++;
     }
 }
 
