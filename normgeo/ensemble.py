@@ -4,6 +4,8 @@ The chosen rows of several sites are collected, scaled to unit length, until a f
 with all directions gives their cosines, and one pass the moments of the angles. Memory does not grow with the tokens or
 the sites. For LayerNorm the rows are collected without their mean, c = x - (x.û)û, of which the cosines of the
 standardized vectors follow directly, even where little is left, and those of x by x.v = c.v + (x.û)(û.v).
+
+Rows of bfloat16 from which no mean is taken are multiplied where they lie, by processors that can.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from normgeo import kernels
 from normgeo.geometry import Directions
 from normgeo.kernels import ENERGY_UNIT, UNIT
+from normgeo.kernels.ensemble import Ensemble, packed
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
 
@@ -26,6 +29,7 @@ __all__ = ["DEGREES", "NullEnsemble"]
 
 DEGREES = 180 / torch.pi
 COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions more often than its speed bears
+PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
@@ -59,6 +63,8 @@ class NullEnsemble:
         self._units = units.to(home)
         self._on: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._chunks: dict[tuple, _Chunk] = {}
+        self._packed: dict[int, Ensemble | None] = {}
+        self._found: list[tuple[tuple[int, str], Tensor]] = []
         self._rows: dict[tuple, Sequence[Tensor]] = {}
         self._n_tokens = 0
 
@@ -86,6 +92,13 @@ class NullEnsemble:
         """Collect the chosen rows of a site; `scalars` are what `kernels.project` gave for all of them."""
         d, device = hidden.shape[1], hidden.device
         centered = phase == "pre" and self.sites[site].kind == "layernorm"
+        if hidden.dtype is torch.bfloat16 and device.type == "cpu" and not centered:
+            if d not in self._packed:
+                self._packed[d] = packed(self.directions[d].null[: self.k])
+            if (ensemble := self._packed[d]) is not None:
+                found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars[0])
+                self._found.append(((site, phase), found))
+                return
         for index in self._pieces(hidden.shape[0], d, device):
             n = len(index)
             key = (d, n, centered, device)
@@ -111,6 +124,10 @@ class NullEnsemble:
 
     def end(self) -> None:
         """Multiply what is still waiting."""
+        if self._found:
+            sites, found = zip(*self._found, strict=True)
+            self._add(sites, torch.stack(found), [PHASES_OF[phase] for _, phase in sites])
+            self._found.clear()
         for key in list(self._chunks):
             self._multiply(key)
         self._chunks.clear()  # the next batch has another number of chosen tokens
@@ -141,21 +158,21 @@ class NullEnsemble:
             return
         null, gram = self._directions(d, device)
         cosines = chunk.rows[:slots].view(-1, d) @ null
-        phases = {"pre": [1] if centered else [0, 1], "post": [2]}
-        self._add(chunk, cosines, [phases[phase] for _, phase in chunk.sites])
+        moments = kernels.moments(cosines.view(slots, -1, self.k))
+        self._add(chunk.sites, moments, [[1]] * slots if centered else [PHASES_OF[phase] for _, phase in chunk.sites])
         if centered:
             whole, along, left = (torch.cat([s[q] for s in chunk.scalars]) for q in (0, 1, 4))
             some = (whole > 0) & torch.isfinite(whole)
             share, along = (torch.where(some, q / whole, 0.0).to(cosines.dtype) for q in (left, along))
             cosines.mul_(share[:, None]).addr_(along, gram)
-            self._add(chunk, cosines, [[0]] * slots)
+            self._add(chunk.sites, kernels.moments(cosines.view(slots, -1, self.k)), [[0]] * slots)
         chunk.sites.clear()
         chunk.scalars.clear()
 
-    def _add(self, chunk: _Chunk, cosines: Tensor, phases: list[list[int]]) -> None:
-        sums = kernels.moments(cosines.view(len(chunk.sites), -1, self.k)).to(self.home).double()
-        sums.mul_(self._units).round_()
-        pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(chunk.sites) for p in phases[slot]]
+    def _add(self, sites: Sequence[tuple[int, str]], moments: Tensor, phases: Sequence[Sequence[int]]) -> None:
+        """Add the moments [slots, 3, K] of these sites to these phases of theirs."""
+        sums = moments.to(self.home).double().mul_(self._units).round_()
+        pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(sites) for p in phases[slot]]
         slot, where = torch.tensor(pairs, device=self.home).T
         self.sums.view(-1, 3, self.k + 1)[..., 1:].index_add_(0, where, sums.index_select(0, slot))
 

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <vector>
 
+#include "spread.h"
+
 #if defined(__SSE4_2__)
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_CRC32)
@@ -82,9 +84,6 @@ uint32_t block(const char* x, char* out, uint32_t one, uint32_t two) {
     return times(two, crc[0]) ^ times(one, crc[1]) ^ crc[2];
 }
 
-typedef void (*Body)(int64_t begin, int64_t end, void* context);
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
-
 }  // namespace
 
 extern "C" uint32_t normgeo_crc32c(const char* x, int64_t n, char* out, void* parallel) {
@@ -99,11 +98,7 @@ extern "C" uint32_t normgeo_crc32c(const char* x, int64_t n, char* out, void* pa
         _mm_sfence();  // others may read what went past the caches
 #endif
     };
-    if (parallel && blocks > 1)
-        reinterpret_cast<ParallelFor>(parallel)(
-            0, blocks, 2, [](int64_t a, int64_t b, void* f) { (*static_cast<decltype(some)*>(f))(a, b); }, &some);
-    else
-        some(0, blocks);
+    normgeo::spread(parallel, blocks, 2, some);
     uint32_t crc = ~0u;
     for (const uint32_t next : found) crc = times(three, crc) ^ next;
     for (int64_t i = blocks * BLOCK; i < n; i++) crc = extend(crc, static_cast<uint8_t>(x[i]));

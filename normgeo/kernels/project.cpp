@@ -7,7 +7,9 @@
 
 #include <type_traits>
 
+#include "arcsine.h"
 #include "lanes.h"
+#include "spread.h"
 
 using namespace normgeo;
 
@@ -171,19 +173,6 @@ void square_row(const T* x, int64_t d, float* out) {
     std::memcpy(out + j, &square, (d - j) * sizeof(float));
 }
 
-inline float arcsine(float c) {
-    const float a = std::fabs(c) < 1.0f ? std::fabs(c) : 1.0f;
-    const bool large = a > 0.5f;
-    const float z = large ? 0.5f * (1.0f - a) : a * a, s = large ? std::sqrt(z) : a;
-    float p = 4.2163199048e-2f;  // Cephes' asinf
-    p = p * z + 2.4181311049e-2f;
-    p = p * z + 4.5470025998e-2f;
-    p = p * z + 7.4953002686e-2f;
-    p = p * z + 1.6666752422e-1f;
-    const float r = s + s * z * p;
-    return std::copysign(large ? 1.57079632679f - 2.0f * r : r, c);
-}
-
 constexpr int64_t COLUMNS = 64;
 
 // Sums over rows of arcsin(c), its square and c^2, for up to 64 columns of `cosines`.
@@ -278,19 +267,6 @@ void tally_site(const Tally& t, const uint8_t* group, int64_t vectors, int64_t p
     }
 }
 
-typedef void (*Body)(int64_t begin, int64_t end, void* context);
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
-
-template <class F>
-void spread(ParallelFor parallel, int64_t n, int64_t grain, const F& body) {
-    if (!parallel || n <= grain) {
-        body(int64_t(0), n);
-        return;
-    }
-    parallel(0, n, grain, [](int64_t a, int64_t b, void* f) { (*static_cast<const F*>(f))(a, b); },
-             const_cast<void*>(static_cast<const void*>(&body)));
-}
-
 template <class F>
 bool narrow_typed(int64_t dtype, const void* x, const F& body) {
     switch (dtype) {
@@ -317,7 +293,7 @@ extern "C" {
 bool normgeo_project(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_t stride, const double* units,
                      double* out, int64_t plane, int64_t centered, void* parallel) {
     return typed(dtype, x, [&](auto* p) {
-        spread(reinterpret_cast<ParallelFor>(parallel), rows, grain(d), [&](int64_t a, int64_t b) {
+        spread(parallel, rows, grain(d), [&](int64_t a, int64_t b) {
             project_rows(p, a, b, stride, d, units, out, plane, centered != 0);
         });
     });
@@ -327,7 +303,7 @@ bool normgeo_project(const void* x, int64_t dtype, int64_t rows, int64_t d, int6
 bool normgeo_gather(const void* x, int64_t dtype, int64_t n, int64_t d, int64_t stride, const int64_t* index,
                     const double* scalars, int64_t plane, int64_t centered, float* out, void* parallel) {
     return typed(dtype, x, [&](auto* p) {
-        spread(reinterpret_cast<ParallelFor>(parallel), n, 16 * grain(d), [&](int64_t a, int64_t b) {
+        spread(parallel, n, 16 * grain(d), [&](int64_t a, int64_t b) {
             for (int64_t i = a; i < b; i++) {
                 const int64_t row = index[i];
                 const double length = scalars[(centered ? 4 * plane : 0) + row];
@@ -342,7 +318,7 @@ bool normgeo_gather(const void* x, int64_t dtype, int64_t n, int64_t d, int64_t 
 bool normgeo_squares(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_t stride, float* out,
                      void* parallel) {
     return narrow_typed(dtype, x, [&](auto* p) {
-        spread(reinterpret_cast<ParallelFor>(parallel), rows, grain(d), [&](int64_t a, int64_t b) {
+        spread(parallel, rows, grain(d), [&](int64_t a, int64_t b) {
             for (int64_t i = a; i < b; i++) square_row(p + i * stride, d, out + i * d);
         });
     });
@@ -354,7 +330,7 @@ bool normgeo_scale(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_
     return narrow_typed(dtype, x, [&](auto* p) {
         typedef std::remove_const_t<std::remove_pointer_t<decltype(p)>> T;
         auto all = [&](auto* weight) {
-            spread(reinterpret_cast<ParallelFor>(parallel), rows, grain(d), [&](int64_t a, int64_t b) {
+            spread(parallel, rows, grain(d), [&](int64_t a, int64_t b) {
                 for (int64_t i = a; i < b; i++)
                     scale_row(p + i * stride, d, scale[i], weight, halfway != 0, static_cast<T*>(out) + i * d);
             });
@@ -366,7 +342,7 @@ bool normgeo_scale(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_
 // out[slot][moment][column]: sums over a slot's rows of arcsin(c), arcsin(c)^2 and c^2.
 bool normgeo_moments(const float* cosines, int64_t slots, int64_t rows, int64_t k, double* out, void* parallel) {
     const int64_t blocks = (k + COLUMNS - 1) / COLUMNS;
-    spread(reinterpret_cast<ParallelFor>(parallel), slots * blocks, 1, [&](int64_t a, int64_t b) {
+    spread(parallel, slots * blocks, 1, [&](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++) {
             const int64_t slot = t / blocks, j = t % blocks * COLUMNS, n = k - j < COLUMNS ? k - j : COLUMNS;
             moments_block(cosines + slot * rows * k + j, rows, k, n, out + slot * 3 * k + j, k);
@@ -382,7 +358,7 @@ bool normgeo_moments(const float* cosines, int64_t slots, int64_t rows, int64_t 
 bool normgeo_tally(const float* norms, const float* degrees, const double* sines, const uint8_t* group, int64_t sites,
                    int64_t vectors, int64_t phases, const int64_t* where, int64_t phase, double* sums, double* least,
                    double* most, int64_t* histogram, void* parallel) {
-    spread(reinterpret_cast<ParallelFor>(parallel), sites, 1, [&](int64_t a, int64_t b) {
+    spread(parallel, sites, 1, [&](int64_t a, int64_t b) {
         for (int64_t s = a; s < b; s++) {
             const Tally one = {norms + s * phases * vectors, degrees + s * 3 * vectors, sines + s * 3 * vectors,
                                sums + s * GROUPS * (SUMS + phases), least + s * GROUPS * 3, most + s * GROUPS * 3,
