@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <immintrin.h>
+#include <vector>
 
 #include "arcsine.h"
 #include "spread.h"
@@ -27,7 +28,8 @@ void dots_of(const uint16_t* const* rows, int64_t d, const uint16_t* panel, floa
     auto add = [&](int64_t pair, auto get) {
         for (int64_t part = 0; part < PARTS; part++) {
             __m512bh units[VECTORS];
-            std::memcpy(units, panel + pair * PAIR + part * PANEL * 2, sizeof units);
+            for (int64_t v = 0; v < VECTORS; v++)
+                std::memcpy(&units[v], panel + pair * PAIR + (part * PANEL + v * LANES) * 2, sizeof units[v]);
             for (int r = 0; r < ROWS; r++) {
                 const __m512i both = _mm512_set1_epi32(get(rows[r] + 2 * pair));
                 for (int64_t v = 0; v < VECTORS; v++)
@@ -106,20 +108,25 @@ void moments_of(const Rows& of, int64_t begin, int64_t end, const uint16_t* pane
 
 }  // namespace
 
-// out[block][moment][column] for blocks of 96 of the n rows `index` of x, of which `lengths` has all, and `panels` x 64
-// vectors, packed as [panel][pair][part][column][2]. A row without a length counts as zero. How many threads there are
-// does not matter.
+// out[moment][column] of the n rows `index` of x, of which `lengths` has all, and `panels` x 64 vectors, packed as
+// [panel][pair][part][column][2]. A row without a length counts as zero. Blocks of rows are added up in their order,
+// however many threads there are.
 extern "C" bool normgeo_null_moments(const uint16_t* x, int64_t n, int64_t d, int64_t stride, const int64_t* index,
                                      const double* lengths, const uint16_t* packed, int64_t panels, double* out,
                                      void* parallel) {
     const Rows rows = {x, stride, d, index, lengths};
     const int64_t blocks = (n + BLOCK - 1) / BLOCK, columns = panels * PANEL, size = (d + 1) / 2 * PAIR;
+    std::vector<double> sums(blocks * 3 * columns);
     normgeo::spread(parallel, blocks * panels, 1, [&](int64_t a, int64_t b) {
         for (int64_t task = a; task < b; task++) {
             const int64_t panel = task / blocks, block = task % blocks, begin = block * BLOCK;
             moments_of(rows, begin, begin + BLOCK < n ? begin + BLOCK : n, packed + panel * size,
-                       out + block * 3 * columns + panel * PANEL, columns);
+                       sums.data() + block * 3 * columns + panel * PANEL, columns);
         }
     });
+    for (int64_t j = 0; j < 3 * columns; j++) {
+        out[j] = 0;
+        for (int64_t block = 0; block < blocks; block++) out[j] += sums[block * 3 * columns + j];
+    }
     return true;
 }

@@ -22,7 +22,7 @@ from normgeo.kernels.compiling import compiled
 __all__ = ["Ensemble", "packed"]
 
 SOURCE = Path(__file__).with_name("ensemble.cpp")
-PANEL, BLOCK = 64, 96  # of the kernel
+PANEL = 64  # of the kernel
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Ensemble:
         functions = loaded()
         assert functions is not None
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty((-(-len(index) // BLOCK), 3, len(self.panels) * PANEL), dtype=torch.float64)
+        out = torch.empty((3, len(self.panels) * PANEL), dtype=torch.float64)
         functions.normgeo_null_moments(
             x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
             self.panels.data_ptr(), len(self.panels), out.data_ptr(), cpu.parallel_for(),
         )  # fmt: skip
-        return out.sum(0)[:, : self.k]
+        return out[:, : self.k]
 
 
 def packed(units: Float[Tensor, "k d"]) -> Ensemble | None:
