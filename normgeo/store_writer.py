@@ -224,11 +224,13 @@ class StoreWriter:
         cuts = self._chunks[key].cuts(self._start, values.nbytes)
         if not cuts:
             return
-        if values.device.type == "cuda":
-            buffer = self._buffers.take(values.nbytes, pinned=True)
-            buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(values.device))
+        if values.device.type != "cpu":
+            on_cuda = values.device.type == "cuda"
+            buffer = self._buffers.take(values.nbytes, on_cuda)
+            buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=on_cuda)
+            event = torch.cuda.Event() if on_cuda else None
+            if event is not None:
+                event.record(torch.cuda.current_stream(values.device))
             self._put(key, buffer, None, event)
             return
         raw = values.contiguous().view(-1).view(torch.uint8)
