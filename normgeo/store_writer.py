@@ -40,6 +40,8 @@ from normgeo.tokens import TokenBatch
 __all__ = ["StoreWriter"]
 
 WAITING_BYTES = 512 << 20
+Cut = tuple[int, int, slice]
+"""Part of a batch that belongs to a row of chunks: the row, the token it ends at, its bytes."""
 
 
 class _Chunks:
@@ -50,8 +52,8 @@ class _Chunks:
         self._chunk: NewChunk | None = None
         self._crc = self._written = 0
 
-    def cuts(self, start: int, nbytes: int) -> list[tuple[int, int, slice]]:
-        """The rows that so many bytes of the tokens from `start` on belong to: (row, the token it ends at, bytes)."""
+    def cuts(self, start: int, nbytes: int) -> list[Cut]:
+        """The rows that so many bytes of the tokens from `start` on belong to."""
         size, at, found = self.spec.token_bytes, start, []
         stop = start + nbytes // size
         while at < stop:
@@ -62,12 +64,9 @@ class _Chunks:
             at = end
         return found
 
-    def add(self, start: int, raw: np.ndarray, crcs: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Append the bytes of the tokens from `start` on, of which the rows' parts have these CRC-32C.
-
-        Gives (row, bytes, crc32c) for each row that is complete.
-        """
-        for (row, end, part), crc in zip(self.cuts(start, len(raw)), crcs, strict=True):
+    def add(self, cuts: list[Cut], raw: np.ndarray, crcs: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Append bytes, whose rows' parts have these CRC-32C; gives (row, bytes, crc32c) of each complete row."""
+        for (row, end, part), crc in zip(cuts, crcs, strict=True):
             self._append(row, raw[part], crc)
             if end == self.layout.stop(row):
                 yield row, *self._finish(row, end)
@@ -231,17 +230,17 @@ class StoreWriter:
             event = torch.cuda.Event() if on_cuda else None
             if event is not None:
                 event.record(torch.cuda.current_stream(values.device))
-            self._put(key, buffer, None, event)
+            self._put(key, cuts, buffer, None, event)
             return
         raw = values.contiguous().view(-1).view(torch.uint8)
         if key in self._only_checked:
-            self._add(key, self._start, raw.numpy(), [copied(raw[part]) for *_, part in cuts])
+            self._add(key, cuts, raw.numpy(), [copied(raw[part]) for *_, part in cuts])
             return
         buffer = self._buffers.take(values.nbytes, pinned=False)
-        self._put(key, buffer, [copied(raw[part], buffer[part]) for *_, part in cuts], None)
+        self._put(key, cuts, buffer, [copied(raw[part], buffer[part]) for *_, part in cuts], None)
 
     def _put(self, key: tuple[int, str], *job: Any) -> None:
-        self._jobs[self._place[key] % len(self._jobs)].put((key, self._start, *job))
+        self._jobs[self._place[key] % len(self._jobs)].put((key, *job))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -253,21 +252,21 @@ class StoreWriter:
                 self._fail(error)
 
     def _write(
-        self, key: tuple[int, str], start: int, buffer: Tensor, crcs: list[int] | None, event: torch.cuda.Event | None
-    ) -> None:
+        self, key: tuple[int, str], cuts: list[Cut], buffer: Tensor, crcs: list[int] | None,
+        event: torch.cuda.Event | None,
+    ) -> None:  # fmt: skip
         try:
             if event is not None:
                 event.synchronize()
             if self._failure is None:
                 if crcs is None:
-                    cuts = self._chunks[key].cuts(start, buffer.numel())
                     crcs = [copied(buffer[part], parallel=False) for *_, part in cuts]
-                self._add(key, start, buffer.numpy(), crcs)
+                self._add(key, cuts, buffer.numpy(), crcs)
         finally:
             self._buffers.give(buffer, event is not None)
 
-    def _add(self, key: tuple[int, str], start: int, raw: np.ndarray, crcs: list[int]) -> None:
-        for row, n, crc in self._chunks[key].add(start, raw, crcs):
+    def _add(self, key: tuple[int, str], cuts: list[Cut], raw: np.ndarray, crcs: list[int]) -> None:
+        for row, n, crc in self._chunks[key].add(cuts, raw, crcs):
             with self._changed:
                 self._done[row][key] = n, crc
                 self._changed.notify_all()

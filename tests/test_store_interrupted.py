@@ -132,8 +132,8 @@ def capture_with_a_bound(home, path, monkeypatch, bound):
             super()._hand(key, values)
             count(0 if key in self._only_checked else values.nbytes)
 
-        def _write(self, key, start, values, *rest):
-            super()._write(key, start, values, *rest)
+        def _write(self, key, cuts, values, *rest):
+            super()._write(key, cuts, values, *rest)
             count(-values.nbytes)
 
     with monkeypatch.context() as patch:

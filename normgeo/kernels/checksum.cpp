@@ -101,7 +101,13 @@ extern "C" uint32_t normgeo_crc32c(const char* x, int64_t n, char* out, void* pa
     normgeo::spread(parallel, blocks, 2, some);
     uint32_t crc = ~0u;
     for (const uint32_t next : found) crc = times(three, crc) ^ next;
-    for (int64_t i = blocks * BLOCK; i < n; i++) crc = extend(crc, static_cast<uint8_t>(x[i]));
+    int64_t i = blocks * BLOCK;
+    for (; i + 8 <= n; i += 8) {
+        uint64_t word;
+        std::memcpy(&word, x + i, 8);
+        crc = extend(crc, word);
+    }
+    for (; i < n; i++) crc = extend(crc, static_cast<uint8_t>(x[i]));
     if (out) std::memcpy(out + blocks * BLOCK, x + blocks * BLOCK, n - blocks * BLOCK);
     return ~crc;
 }

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 from torch import Tensor
 
 from normgeo.kernels import cpu
-from normgeo.kernels.compiling import compiled
+from normgeo.kernels.compiling import function
 
 __all__ = ["copied", "joined"]
 
@@ -23,16 +24,11 @@ POLYNOMIAL, ONE = 0x82F63B78, 1 << 31  # bit 31 is the coefficient of 1, bit 0 t
 
 
 @functools.cache
-def loaded() -> ctypes.CDLL | None:
-    """The kernel, if there is a compiler and an instruction for it. Never raises."""
-    try:
-        functions = ctypes.CDLL(str(compiled(SOURCE)))
-    except (OSError, RuntimeError):
-        return None
+def loaded() -> Any:
+    """The kernel, if there is a compiler and an instruction for it, else None. Never raises."""
     pointer = ctypes.c_void_p
-    functions.normgeo_crc32c.argtypes = [pointer, ctypes.c_int64, pointer, pointer]
-    functions.normgeo_crc32c.restype = ctypes.c_uint32
-    return functions if functions.normgeo_crc32c(b"123456789", 9, None, None) == 0xE3069283 else None
+    found = function(SOURCE, "normgeo_crc32c", ctypes.c_uint32, pointer, ctypes.c_int64, pointer, pointer)
+    return found if found is not None and found(b"123456789", 9, None, None) == 0xE3069283 else None
 
 
 def copied(source: Tensor, into: Tensor | None = None, *, parallel: bool = True) -> int:
@@ -43,12 +39,12 @@ def copied(source: Tensor, into: Tensor | None = None, *, parallel: bool = True)
         into: as many, elsewhere.
         parallel: use torch's threads; not from a thread beside torch's own.
     """
-    if (functions := loaded()) is None:
+    if (kernel := loaded()) is None:
         if into is not None:
             into.copy_(source)
         return google_crc32c.value(source.numpy())  # pyright: ignore
     place, loop = into.data_ptr() if into is not None else None, cpu.parallel_for() if parallel else None
-    return functions.normgeo_crc32c(source.data_ptr(), source.numel(), place, loop)
+    return kernel(source.data_ptr(), source.numel(), place, loop)
 
 
 def joined(first: int, second: int, n: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -11,8 +12,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["FLAGS", "compiled"]
+__all__ = ["FLAGS", "compiled", "function"]
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
@@ -47,6 +49,16 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
             _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
             fresh.replace(path)
     return path
+
+
+def function(source: Path, name: str, result: Any, *arguments: Any) -> Any:
+    """A function of a source that needs no flags, with these types of ctypes; None where it cannot be built."""
+    try:
+        found = getattr(ctypes.CDLL(str(compiled(source))), name)
+    except (OSError, RuntimeError):
+        return None
+    found.restype, found.argtypes = result, arguments
+    return found
 
 
 def _run(*command: str) -> str:

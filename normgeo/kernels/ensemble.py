@@ -11,13 +11,14 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from normgeo.kernels import cpu
-from normgeo.kernels.compiling import compiled
+from normgeo.kernels.compiling import function
 
 __all__ = ["Ensemble", "packed"]
 
@@ -47,11 +48,9 @@ class Ensemble:
             index: the rows.
             lengths: of all rows, float64 and contiguous.
         """
-        functions = loaded()
-        assert functions is not None
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((3, len(self.panels) * PANEL), dtype=torch.float64)
-        functions.normgeo_null_moments(
+        loaded()(
             x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
             self.panels.data_ptr(), len(self.panels), out.data_ptr(), cpu.parallel_for(),
         )  # fmt: skip
@@ -72,15 +71,8 @@ def packed(units: Float[Tensor, "k d"]) -> Ensemble | None:
 
 
 @functools.cache
-def loaded() -> ctypes.CDLL | None:
-    """The kernel, if there is a compiler, and a processor that has the instruction. Never raises."""
-    try:
-        functions = ctypes.CDLL(str(compiled(SOURCE)))
-    except (OSError, RuntimeError):
-        return None
+def loaded() -> Any:
+    """The kernel, if there is a compiler and a processor that has the instruction, else None. Never raises."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    functions.normgeo_null_moments.argtypes = [
-        pointer, *[number] * 3, pointer, pointer, pointer, number, pointer, pointer,
-    ]  # fmt: skip
-    functions.normgeo_null_moments.restype = ctypes.c_bool
-    return functions
+    types = pointer, *[number] * 3, pointer, pointer, pointer, number, pointer, pointer
+    return function(SOURCE, "normgeo_null_moments", ctypes.c_bool, *types)
