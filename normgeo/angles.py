@@ -17,7 +17,7 @@ from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.progress import progress_bar
 from normgeo.sites import NormSite, find_sites
-from normgeo.statistics import BIN_DEGREES, BINS, ENERGY_UNIT, GROUPS, PHASES, UNIT, AngleStatistics
+from normgeo.statistics import BIN_DEGREES, ENERGY_UNIT, GROUPS, PHASES, UNIT, AngleStatistics
 from normgeo.stream import check_context, stream
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 from normgeo.verdict import verdict
@@ -83,47 +83,59 @@ class AngleTable:
             ActivationError: a site has seen no vector with an angle.
         """
         state = {name: value.cpu().numpy() for name, value in statistics.state.items()}
+        everything, groups = _moments(state, whole=True), _moments(state, whole=False)
         rows, sinks = [], []
         for i, site in enumerate(statistics.sites):
             about = {"model": model, "site": site.key, "layer": site.layer, "role": site.role, "kind": site.kind,
                      "stack": site.stack, "d": site.d, "eps": site.eps}  # fmt: skip
             for p, phase in enumerate(PHASES):
-                if not state["count"][:, i, p].sum():
-                    n = int(state["excluded"][:, i, p].sum())
+                if not everything["n_tokens"][0, i, p].all():
+                    n = everything["n_excluded"][0, i, p, 0]
                     raise ActivationError(
                         f"no vector at {site.key} ({phase}) has an angle: all {n} are zero or not finite. Does the "
                         "model overflow in this dtype? Try --dtype float32"
                     )
                 key = about | {"phase": phase}
-                rows += [key | row for row in _named_rows(state, i, p)]
+                rows += [key | row for row in _named_rows(state, everything, i, p)]
                 if statistics.k:
-                    rows += [key | _null_row(state, i, p)]
-                sinks += [key | row for row in _sink_rows(state, i, p)]
+                    rows += [key | _null_row(state, everything, i, p)]
+                sinks += [key | row for row in _sink_rows(groups, i, p)]
         frame = pd.DataFrame(rows)
         absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
         return cls(frame.reindex(columns=[*frame, *absent]), pd.DataFrame(sinks))
 
 
-def _moments(state: dict[str, np.ndarray], groups: Any, i: int, p: int, k: int) -> dict[str, float]:
-    n = state["count"][groups, i, p].sum()
-    mean = state["deviation"][groups, i, p, k].sum() / UNIT / n
-    square = state["square"][groups, i, p, k].sum() / UNIT / n
-    return {
-        "mean_deg": 90 - mean,
-        "std_deg": float(np.sqrt(max(0.0, square - mean * mean))),
-        "min_deg": 90 - state["most"][groups, i, p, k].max() / UNIT,
-        "max_deg": 90 - state["least"][groups, i, p, k].min() / UNIT,
-        "n_tokens": int(n),
-        "n_excluded": int(state["excluded"][groups, i, p].sum()),
-        "mean_norm": state["norm"][groups, i, p].sum() / UNIT / n,
-        "energy_share": state["energy"][groups, i, p, k].sum() / ENERGY_UNIT / n,
-    }
+def _moments(state: dict[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]:
+    """Mean, spread and extremes of the angles to the named directions, [groups of tokens, sites, phases, directions].
+
+    Args:
+        state: of the statistics.
+        whole: of all tokens, as one group; else of each group, NaN where a group is empty.
+    """
+    gather = (lambda a, f=np.sum: f(a, axis=0, keepdims=True)) if whole else (lambda a, f=np.sum: a)
+    shape = gather(state["deviation"]).shape
+    count, excluded, norm = (
+        np.broadcast_to(gather(state[name])[..., None], shape) for name in ("count", "excluded", "norm")
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean, square = (gather(state[name]) / UNIT / count for name in ("deviation", "square"))
+        return {
+            "mean_deg": 90 - mean,
+            "std_deg": np.sqrt(np.maximum(0.0, square - mean * mean)),
+            "min_deg": 90 - gather(state["most"], np.max) / UNIT,
+            "max_deg": 90 - gather(state["least"], np.min) / UNIT,
+            "n_tokens": count.astype(np.int64),
+            "n_excluded": excluded.astype(np.int64),
+            "mean_norm": norm / UNIT / count,
+            "energy_share": gather(state["energy"]) / ENERGY_UNIT / count,
+        }
 
 
-def _named_rows(state: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[str, Any]]:
-    everything = slice(None)
+def _named_rows(
+    state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int
+) -> Iterator[dict[str, Any]]:
     for k, name in enumerate(NAMES):
-        row = {"direction": name} | _moments(state, everything, i, p, k)
+        row = {"direction": name} | {column: value[0, i, p, k] for column, value in moments.items()}
         row |= _quantiles(state["histogram"][i, p, k], float(row["min_deg"]), float(row["max_deg"]))
         if name == "uniform":
             row |= _against_null(state, i, p)
@@ -141,14 +153,11 @@ def _named_rows(state: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[s
 def _quantiles(histogram: np.ndarray, least: float, most: float) -> dict[str, float]:
     """Quantiles of a histogram of degrees, linear within a bin, never outside the extremes seen."""
     total = np.concatenate([[0], np.cumsum(histogram)])
-    edges = np.arange(BINS + 1) * BIN_DEGREES
-    out = {}
-    for name, q in QUANTILES.items():
-        target = q * total[-1]
-        j = int(np.searchsorted(total, target, side="left")) or 1
-        inside = (target - total[j - 1]) / max(1, total[j] - total[j - 1])
-        out[name] = float(np.clip(edges[j - 1] + inside * BIN_DEGREES, least, most))
-    return out
+    target = np.array([*QUANTILES.values()]) * total[-1]
+    j = np.maximum(np.searchsorted(total, target, side="left"), 1)
+    inside = (target - total[j - 1]) / np.maximum(1, total[j] - total[j - 1])
+    degrees = np.clip((j - 1 + inside) * BIN_DEGREES, least, most)
+    return dict(zip(QUANTILES, degrees.tolist(), strict=True))
 
 
 def _null_means(state: dict[str, np.ndarray], i: int, p: int) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +166,7 @@ def _null_means(state: dict[str, np.ndarray], i: int, p: int) -> tuple[np.ndarra
     return 90 - state["null_deviation"][i, p] / UNIT / n, state["null_energy"][i, p] / ENERGY_UNIT / n
 
 
-def _null_row(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
+def _null_row(state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
     means, energy = _null_means(state, i, p)
     n = state["null_count"][i, p] or np.nan
     variance = state["null_square"][i, p, 1:] / UNIT / n - (state["null_deviation"][i, p, 1:] / UNIT / n) ** 2
@@ -169,12 +178,12 @@ def _null_row(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
         "max_deg": means[1:].max(),
         "within_deg": float(np.sqrt(max(0.0, variance.mean()))),
         "n_tokens": int(state["null_count"][i, p]),
-        "mean_norm": state["norm"][:, i, p].sum() / UNIT / state["count"][:, i, p].sum(),
-        "n_excluded": int(state["excluded"][:, i, p].sum()),
+        "mean_norm": moments["mean_norm"][0, i, p, 0],
+        "n_excluded": moments["n_excluded"][0, i, p, 0],
         "energy_share": energy[1:].mean(),
         "energy_q95": float(np.quantile(energy[1:], 0.95)),
         "n_directions": len(means) - 1,
-    } | {name: float(np.quantile(means[1:], q)) for name, q in QUANTILES.items()}
+    } | dict(zip(QUANTILES, np.quantile(means[1:], [*QUANTILES.values()]).tolist(), strict=True))
 
 
 def _against_null(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, float]:
@@ -190,11 +199,13 @@ def _against_null(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, flo
     }
 
 
-def _sink_rows(state: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[str, Any]]:
+def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[str, Any]]:
     for g, group in enumerate(GROUPS):
-        if state["count"][g, i, p] > 0:
+        if moments["n_tokens"][g, i, p, 0]:
             for k, name in enumerate(NAMES):
-                yield {"direction": name, "tokens": group} | _moments(state, g, i, p, k)
+                yield {"direction": name, "tokens": group} | {
+                    column: value[g, i, p, k] for column, value in moments.items()
+                }
 
 
 def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:

@@ -1,10 +1,9 @@
 """The angles from a store, without the model: rows of chunks side by side, on threads or on a cluster of dask's.
 
-A task reads a few rows of every array, or where there are few rows of some sites' arrays, and gives their statistics,
-which are merged in the order of the tasks. Sums of whole numbers are exact, so that neither the cut into tasks nor who
-does them shows in the result. There are never more
-tasks under way than twice the workers: memory does not depend on the number of tokens, but for the commit log's sizes
-and checksums, some 200 bytes a chunk.
+A task reads a few rows of the chunks of a few sites and gives their statistics, which are merged in the order of the
+tasks. Sums of whole numbers are exact, so that neither the cut into tasks nor who does them shows in the result. There
+are never more tasks under way than twice the workers: memory does not depend on the number of tokens, but for the
+commit log's sizes and checksums, some 200 bytes a chunk.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from torch import Tensor
 from normgeo.angles import AngleTable, select_sites
 from normgeo.errors import NormGeoError, RunError, StoreError
 from normgeo.geometry import Directions
+from normgeo.kernels.checksum import checksum, joined
 from normgeo.progress import progress_bar
 from normgeo.rebuild import Rebuild
 from normgeo.runs import default_out, full_disk_explained, save_record, write_results
@@ -42,7 +41,8 @@ __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
 TASKS_A_WORKER = 4  # at least, where the store has as much to share out
-READS_AHEAD = 2  # of a site each, for every one that is under way
+AT_ONCE = 1 << 27  # bytes of a task's chunks that are read together, or those of one site if they are more
+WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
 CONNECT_SECONDS = 10
 
 
@@ -60,22 +60,21 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows from `first` up to `stop`, and the batches that begin in them, of every so many-th site."""
+    """Rows from `first` up to `stop`, and the batches that begin in them, of some of the sites.
+
+    With the last sites of its rows, `n_tokens` are done.
+    """
 
     first: int
     stop: int
     batches: list[TokenBatch]
-    sites: slice
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that are done with this task: its own, if it is the last of its rows."""
-        return sum(batch.n_tokens for batch in self.batches) if self.sites.start == self.sites.step - 1 else 0
+    sites: range
+    n_tokens: int
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Statistics of a task, and the sites whose rebuilt outputs are not the model's to the last bit."""
+    """Statistics of a task's sites, and those whose rebuilt outputs are not the model's to the last bit."""
 
     state: dict[str, Tensor]
     differing: set[str]
@@ -145,15 +144,19 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _tasks(store: HiddenStateStore, batch: int, workers: int, sites: int) -> Iterator[_Task]:
-    """Cut the rows into tasks: long enough that little is read twice, short enough that all workers have some."""
+def _tasks(reader: _Reader, batch: int, workers: int) -> Iterator[_Task]:
+    """Cut rows and sites into tasks: long enough that little is read twice, short enough that all workers have some."""
+    store, sites = reader.store, len(reader.sites)
     chunk, rows, wanted = store.layout.chunk, len(store.commit_log), TASKS_A_WORKER * workers
-    whole = BATCHES_A_TASK * batch * store.provenance["identity"]["about"]["context"] // chunk
-    at_least = max(1, min(whole, rows // wanted))
-    parts = min(sites, -(-wanted * at_least // rows))
+    tokens = batch * store.provenance["identity"]["about"]["context"]
+    at_least = max(1, min(BATCHES_A_TASK * tokens // chunk, rows // wanted))
+    together = reader.token_bytes * max(chunk, tokens)  # of all sites
+    parts = min(sites, max(-(-wanted * at_least // rows), -(-together // AT_ONCE)))
+    cuts = [sites * part // parts for part in range(parts + 1)]
     for first, stop, batches in _rows(store, batch, at_least):
-        for part in range(parts):
-            yield _Task(first, stop, batches, slice(part, None, parts))
+        n_tokens = sum(batch.n_tokens for batch in batches)
+        for begin, end in itertools.pairwise(cuts):
+            yield _Task(first, stop, batches, range(begin, end), n_tokens if end == sites else 0)
 
 
 def _rows(store: HiddenStateStore, batch: int, at_least: int) -> Iterator[tuple[int, int, list[TokenBatch]]]:
@@ -186,11 +189,11 @@ def _scanned(
 ) -> tuple[AngleStatistics, list[str]]:
     """The statistics of all committed tokens, and the sites whose rebuilt outputs are not the model's."""
     reader, differing = _Reader(scan, store), set[str]()
-    statistics, run = reader.statistics(), functools.partial(_run, scan) if scheduler else reader.run
+    statistics, run = reader.statistics(reader.sites), functools.partial(_run, scan) if scheduler else reader.run
     with _cluster(scheduler) if scheduler else _threads() as (submit, workers):
-        tasks = _tasks(store, batch, workers, len(statistics.sites))
+        tasks = _tasks(reader, batch, workers)
         for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
-            statistics.add_state_dict(found.state)
+            statistics.add_state_dict(found.state, task.sites)
             differing |= found.differing
             advance(task.n_tokens)
     return statistics, [site.key for site in statistics.sites if site.key in differing]
@@ -214,43 +217,53 @@ class _Reader:
         widths = sorted({site.d for site in self.sites})
         self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
         stored = {spec.name for spec in store.layout.arrays}
-        missing = [site for site in self.sites if f"sites/{site.key}/post" not in stored]
-        self._rebuild = {site.key: store.rebuild(site) for site in missing}
+        self._missing = {site.key for site in self.sites if f"sites/{site.key}/post" not in stored}
+        self._rebuild = functools.cache(store.rebuild)
+        self._pool = ThreadPoolExecutor(WORKERS_A_THREAD * store.storage.threads, "read")
+        self._free = defaultdict[range, list[AngleStatistics]](list)
 
-    def statistics(self) -> AngleStatistics:
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that are read for a token of all sites."""
+        phases = [(site, phase) for site in self.sites for phase in ("pre", "post")]
+        stored = [(site, phase) for site, phase in phases if phase == "pre" or site.key not in self._missing]
+        return sum(self.store.spec(site.key, phase).token_bytes for site, phase in stored)
+
+    def statistics(self, sites: Sequence[NormSite]) -> AngleStatistics:
         """Empty ones."""
         bos = self.store.provenance["identity"]["about"]["bos"]
-        return AngleStatistics(self.sites, self._directions, bos=bos, null_every=self.scan.null_every)
+        return AngleStatistics(sites, self._directions, bos=bos, null_every=self.scan.null_every)
+
+    def _replay(self, site: NormSite, row: int) -> _Replay:
+        rebuild = self._rebuild(site) if site.key in self._missing else None
+        return _Replay(self.store, site, rebuild, row, self._pool)
 
     def run(self, task: _Task) -> _Found:
         """Read the task's rows to their ends, and on to the end of its last batch."""
-        statistics, storage = self.statistics(), self.store.storage
-        with memory_kept(), ThreadPoolExecutor(storage.threads, "read") as pool, torch.inference_mode():
-            some = list(enumerate(self.sites))[task.sites]
-            replays = [_Replay(self.store, site, self._rebuild.get(site.key), task.first, pool) for _, site in some]
-            begun = task.batches[0].start - task.first * self.store.layout.chunk
-            pieces = [*([begun] if begun else []), *(batch.n_tokens for batch in task.batches)]
-            coming = ((replay, n) for n in pieces for replay in replays)
-            for replay, n in itertools.islice(coming, READS_AHEAD * storage.threads):
-                replay.expect(n)
-
-            def vectors(i: int, n: int) -> tuple[Tensor, Tensor]:
-                if (ahead := next(coming, None)) is not None:
-                    ahead[0].expect(ahead[1])
-                return replays[i].next(n)
-
-            for i in range(len(replays) if begun else 0):
-                vectors(i, begun)  # of a batch that the task before has; here for its checksums
-            for batch in task.batches:
+        sites, free = self.sites[task.sites.start : task.sites.stop], self._free[task.sites]
+        statistics = free.pop() if free else self.statistics(sites)
+        begun = task.batches[0].start - task.first * self.store.layout.chunk
+        with memory_kept(), torch.inference_mode():
+            replays = [self._replay(site, task.first) for site in sites]
+            for replay in replays:
+                replay.expect(begun + task.batches[0].n_tokens)
+            for replay in replays if begun else []:
+                replay.next(begun)  # of a batch that the task before has; here for the checksums of what is rebuilt
+            for batch, after in itertools.zip_longest(task.batches, task.batches[1:]):
                 statistics.begin(batch)
-                for i, (site, _) in enumerate(some):
-                    pre, post = vectors(i, batch.n_tokens)
-                    statistics.take(site, "pre", pre)
-                    statistics.take(site, "post", post)
+                for i, replay in enumerate(replays):
+                    pre, post = replay.next(batch.n_tokens)
+                    if after is not None:
+                        replay.expect(after.n_tokens)
+                    statistics.take(i, "pre", pre)
+                    statistics.take(i, "post", post)
                 statistics.end()
         last = task.batches[-1]
         assert last.start + last.n_tokens >= self.store.layout.stop(task.stop - 1)  # every chunk was read to its end
-        return _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
+        found = _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
+        statistics.clear()
+        free.append(statistics)
+        return found
 
 
 class _Replay:
@@ -286,7 +299,7 @@ class _Replay:
         while n:
             commit = self.store.commit_log[self._at // self.store.layout.chunk]
             taken = min(n, commit.stop - self._at)
-            self._crc = google_crc32c.extend(self._crc, raw[: taken * size])  # pyright: ignore
+            self._crc = joined(self._crc, checksum(raw[: taken * size]), taken * size)
             raw, n, self._at = raw[taken * size :], n - taken, self._at + taken
             if self._at == commit.stop:
                 self.differs |= self._crc != commit.post[self.site.key]
@@ -300,14 +313,15 @@ Submit = Callable[..., Any]
 
 @contextmanager
 def _threads() -> Iterator[tuple[Submit, int]]:
-    """As many threads as torch has, each with one of its own: reading and arithmetic are done outside Python's lock."""
-    workers = torch.get_num_threads()
+    """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
+    threads = torch.get_num_threads()
+    workers = WORKERS_A_THREAD * threads
     pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool.submit, workers
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(workers)
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -246,9 +246,11 @@ class AngleStatistics:
         out["histogram_counts"] = flat[out["histogram_bins"]]
         return out
 
-    def add_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Add what the instance that this `state_dict` is of had seen."""
-        for name, mine in self.state.items():
+    def add_state_dict(self, saved: dict[str, Tensor], sites: range | None = None) -> None:
+        """Add what the instance that this `state_dict` is of had seen: at all sites, or only at these."""
+        some = slice(sites.start, sites.stop) if sites is not None else slice(None)
+        for name, whole in self.state.items():
+            mine = whole[some] if name.startswith(("null", "histogram")) else whole[:, some]
             if name == "histogram":
                 where, counts = (saved[f"histogram_{part}"].to(self.home) for part in ("bins", "counts"))
                 mine.view(-1).index_add_(0, where, counts)

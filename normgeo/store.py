@@ -11,7 +11,6 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, cast
 
-import google_crc32c
 import numpy as np
 import torch
 import zarr
@@ -19,6 +18,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from normgeo.errors import NormGeoError, StoreError
+from normgeo.kernels.checksum import checksum
 from normgeo.objects import storage_at
 from normgeo.rebuild import Rebuild, standardized
 from normgeo.sites import NormSite
@@ -42,7 +42,7 @@ __all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "verify"]
 
 
 class ChunkReader:
-    """Reads one array from the beginning of a row on, piece by piece; checks every chunk that it reads to the end.
+    """Reads one array from the beginning of a row on; every chunk is read whole, and checked before any of it is given.
 
     Args:
         store: the store.
@@ -52,65 +52,50 @@ class ChunkReader:
     """
 
     def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> None:
-        self.store, self.spec, self._pool, self._crc = store, spec, pool, 0
-        self._expected = row * store.layout.chunk
-        self._coming: deque[tuple[int, int, Callable[[], np.ndarray]]] = deque()
+        self.store, self.spec, self._pool = store, spec, pool
+        self._row, self._given, self._expected = row, row * store.layout.chunk, row * store.layout.chunk
+        self._coming: deque[Callable[[], np.ndarray]] = deque()
+        self._rest = np.empty(0, np.uint8)
 
     def expect(self, n: int) -> None:
-        """Begin to read the `n` tokens after those that are expected already."""
-        end = self._expected + n
-        while (start := self._expected) < end:
-            self._expected = stop = min(end, self.store.layout.stop(start // self.store.layout.chunk))
-            fetch = functools.partial(self._fetch, start, stop)
-            self._coming.append((start, stop, self._pool.submit(fetch).result if self._pool else fetch))
+        """Begin to read the chunks that hold the `n` tokens after those that are expected already."""
+        self._expected += n
+        while self._row * self.store.layout.chunk < self._expected:
+            fetch = functools.partial(self._chunk, self._row)
+            self._coming.append(self._pool.submit(fetch).result if self._pool else fetch)
+            self._row += 1
 
     def read(self, n: int) -> Shaped[np.ndarray, ...]:
-        """The next `n` tokens as they are stored: [vectors, d], or [tokens]. What is expected is read as it was then.
+        """The next `n` tokens as they are stored: [vectors, d], or [tokens].
 
         Raises:
             StoreError: a chunk is missing, truncated, or not what was committed.
         """
-        if not self._coming:
-            self.expect(n)
-        pieces = list[np.ndarray]()
-        while n > 0:
-            start, stop, fetched = self._coming.popleft()
-            pieces.append(self._checked(start, stop, fetched()))
-            n -= stop - start
+        self._given += n
+        self.expect(max(0, self._given - self._expected))
+        left, pieces = n * self.spec.token_bytes, list[np.ndarray]()
+        while left:
+            if not len(self._rest):
+                self._rest = self._coming.popleft()()
+            pieces.append(self._rest[:left])
+            left, self._rest = left - len(pieces[-1]), self._rest[left:]
         out = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
         values = out.view(self.spec.stored)
         return values.reshape(-1, self.spec.width) if self.spec.width else values
 
-    def _where(self, start: int, stop: int) -> tuple[int, int, int, int]:
-        """Of tokens of one row: the row, their first byte in its chunk, their bytes, and those to be read.
-
-        With the row's last tokens, all that is behind them is read, and a byte more if there is one.
-        """
-        layout, spec = self.store.layout, self.spec
-        row, n = start // layout.chunk, (stop - start) * spec.token_bytes
-        first = (start - row * layout.chunk) * spec.token_bytes
-        last = stop == layout.stop(row)
-        return row, first, n, self.store.commit_log[row].chunks[spec.name][0] + TRAILER + 1 - first if last else n
-
-    def _fetch(self, start: int, stop: int) -> np.ndarray:
-        row, first, _, wanted = self._where(start, stop)
-        storage, name = self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
+    def _chunk(self, row: int) -> np.ndarray:
+        """The bytes of a chunk's committed tokens."""
+        layout, storage, name = self.store.layout, self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
+        n, crc = self.store.commit_log[row].chunks[self.spec.name]
         try:
-            return storage.read_range(name, first, wanted)
+            found = storage.read_range(name, 0, n + TRAILER + 1)  # a byte more than there should be
         except OSError as error:
             raise StoreError(f"{storage.at(name)} cannot be read: {error}") from error
-
-    def _checked(self, start: int, stop: int, raw: np.ndarray) -> np.ndarray:
-        row, _, n, wanted = self._where(start, stop)
-        whole, last = len(raw) == wanted, stop == self.store.layout.stop(row)
-        if last:
-            whole, raw = len(raw) == wanted - 1, raw[:-TRAILER]
-        self._crc = google_crc32c.extend(self._crc, raw)  # pyright: ignore
-        if not whole or (last and self._crc != self.store.commit_log[row].chunks[self.spec.name][1]):
-            where = self.store.storage.at(f"hidden.zarr/{self.spec.chunk_file(row)}")
-            raise StoreError(f"{where} is damaged: it is not what was committed; normgeo verify names all that is")
-        self._crc = 0 if last else self._crc
-        return raw[:n]
+        if len(found) != n + TRAILER or checksum(found[:n]) != crc:
+            raise StoreError(
+                f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
+            )
+        return found[: (layout.stop(row) - row * layout.chunk) * self.spec.token_bytes]
 
 
 class HiddenStates:
@@ -334,6 +319,6 @@ def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
         size = storage.size(name)
         return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
     body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
-    if google_crc32c.value(body) != crc or trailer != crc:  # pyright: ignore
+    if checksum(body) != crc or trailer != crc:
         return [f"{storage.at(name)} is damaged: its checksum is wrong"]
     return []

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from normgeo.direct import BLOCK
 from normgeo.errors import StoreError
-from normgeo.kernels.checksum import copied, joined
+from normgeo.kernels.checksum import checksum, copied, joined
 from normgeo.rebuild import standardized
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
@@ -84,7 +84,7 @@ class _Chunks:
         if missing := (row + 1) * self.layout.chunk - end if self.storage is not None else 0:
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
             fill = np.full(values, self.spec.fill, self.spec.stored).view(np.uint8)
-            self._append(row, fill, copied(torch.from_numpy(fill), parallel=False))
+            self._append(row, fill, checksum(fill))
         found = self._written, self._crc
         if self._chunk is not None:
             self._chunk.append(np.array([self._crc], "<u4").view(np.uint8))

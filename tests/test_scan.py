@@ -73,10 +73,11 @@ def test_threads_give_the_captures_own_numbers(home, tmp_path, threads, scanned,
 def test_few_rows_are_shared_out_by_sites(store, threads, scanned, monkeypatch, tasks, parts):
     monkeypatch.setattr(scan, "TASKS_A_WORKER", tasks)
     opened, sites = HiddenStateStore(store), range(len(HiddenStateStore(store).sites))
-    cut = list(scan._tasks(opened, 8, 3, len(sites)))
-    done = [(row, site) for task in cut for row in range(task.first, task.stop) for site in sites[task.sites]]
+    reader = scan._Reader(scan._Scan("a", str(store), None, 8, 16, 0), opened)
+    cut = list(scan._tasks(reader, 8, 3))
+    done = [(row, site) for task in cut for row in range(task.first, task.stop) for site in task.sites]
     assert sorted(done) == [(row, site) for row in range(len(opened.commit_log)) for site in sites]
-    assert {task.sites.step for task in cut} == {parts}
+    assert len({task.sites for task in cut}) == parts
     assert sum(task.n_tokens for task in cut) == opened.n_tokens
     table = angles_from_store(store, null=8, progress=False)
     assert_the_captures_own(store, table, scanned[-1])
@@ -122,10 +123,10 @@ def most_at_once(path, monkeypatch):
             most = max(most, alive)
             yield task
 
-    def merging(self, saved):
+    def merging(self, *args):
         nonlocal alive
         alive -= 1
-        merge(self, saved)
+        merge(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(scan, "_tasks", counting)
@@ -140,6 +141,7 @@ def most_at_once(path, monkeypatch):
 def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1600, CONTEXT)))
     monkeypatch.setattr(scan, "BATCHES_A_TASK", 1)
+    monkeypatch.setattr(scan, "WORKERS_A_THREAD", 1)
     changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
     paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
     angles_from_store(paths[0], null=8, progress=False)

@@ -35,6 +35,8 @@ def test_a_flipped_bit_is_named_wherever_it_is(copy):
         if file == a_chunk(copy):
             with pytest.raises(StoreError, match=rf"{file.name} is damaged"):
                 angles_from_store(copy, null=4, progress=False)
+            with pytest.raises(StoreError, match=rf"{file.name} is damaged"):  # before any of it is given
+                next(HiddenStateStore(copy).open(HiddenStateStore(copy).sites[0].key).batches(1))
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw)
     assert verify(copy)[1] == []

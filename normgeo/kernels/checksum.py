@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
+import torch
 from torch import Tensor
 
 from normgeo.kernels import cpu
 from normgeo.kernels.compiling import function
 
-__all__ = ["copied", "joined"]
+__all__ = ["checksum", "copied", "joined"]
 
 SOURCE = Path(__file__).with_name("checksum.cpp")
 POLYNOMIAL, ONE = 0x82F63B78, 1 << 31  # bit 31 is the coefficient of 1, bit 0 that of x^31
@@ -45,6 +47,11 @@ def copied(source: Tensor, into: Tensor | None = None, *, parallel: bool = True)
         return google_crc32c.value(source.numpy())  # pyright: ignore
     place, loop = into.data_ptr() if into is not None else None, cpu.parallel_for() if parallel else None
     return kernel(source.data_ptr(), source.numel(), place, loop)
+
+
+def checksum(content: np.ndarray) -> int:
+    """CRC-32C of contiguous bytes by the thread that asks, outside Python's lock."""
+    return copied(torch.from_numpy(content), parallel=False)
 
 
 def joined(first: int, second: int, n: int) -> int:
