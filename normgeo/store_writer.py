@@ -9,6 +9,7 @@ outside the interpreter's lock.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import queue
 import threading
 from collections import defaultdict
@@ -49,13 +50,13 @@ class _Chunks:
 
     def __init__(self, spec: ArraySpec, layout: Layout, storage: Storage | None, rows: Collection[int]) -> None:
         self.spec, self.layout, self.storage, self.rows = spec, layout, storage, rows
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._chunk: NewChunk | None = None
         self._crc = self._written = 0
 
-    def cuts(self, start: int, nbytes: int) -> list[Cut]:
-        """The rows that so many bytes of the tokens from `start` on belong to."""
+    def cuts(self, start: int, stop: int) -> list[Cut]:
+        """The rows that the tokens from `start` to `stop` belong to, as far as they are written here."""
         size, at, found = self.spec.token_bytes, start, []
-        stop = start + nbytes // size
         while at < stop:
             row = at // self.layout.chunk
             end = min(stop, self.layout.stop(row))
@@ -64,17 +65,17 @@ class _Chunks:
             at = end
         return found
 
-    def add(self, cuts: list[Cut], raw: np.ndarray, crcs: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    def add(self, cuts: list[Cut], raw: np.ndarray | None, crcs: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Append bytes, whose rows' parts have these CRC-32C; gives (row, bytes, crc32c) of each complete row."""
         for (row, end, part), crc in zip(cuts, crcs, strict=True):
-            self._append(row, raw[part], crc)
+            self._append(row, part.stop - part.start, crc, None if raw is None else raw[part])
             if end == self.layout.stop(row):
                 yield row, *self._finish(row, end)
 
-    def _append(self, row: int, piece: np.ndarray, crc: int) -> None:
-        self._crc = joined(self._crc, crc, len(piece))
-        self._written += len(piece)
-        if self.storage is None:
+    def _append(self, row: int, n: int, crc: int, piece: np.ndarray | None) -> None:
+        self._crc = joined(self._crc, crc, n)
+        self._written += n
+        if self.storage is None or piece is None:
             return
         if self._chunk is None:
             self._chunk = self.storage.chunk(f"hidden.zarr/{self.spec.chunk_file(row)}")
@@ -84,7 +85,7 @@ class _Chunks:
         if missing := (row + 1) * self.layout.chunk - end if self.storage is not None else 0:
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
             fill = np.full(values, self.spec.fill, self.spec.stored).view(np.uint8)
-            self._append(row, fill, checksum(fill))
+            self._append(row, len(fill), checksum(fill), fill)
         found = self._written, self._crc
         if self._chunk is not None:
             self._chunk.append(np.array([self._crc], "<u4").view(np.uint8))
@@ -170,11 +171,11 @@ class StoreWriter:
             if (site, "post") not in self._chunks:
                 self._chunks[site, "post"] = make(self._chunks[site, phase].spec, None)
                 self._only_checked.add((site, "post"))
-        self._place = {key: i for i, key in enumerate(self._chunks)}
         self._done: dict[int, dict[tuple[int, str], tuple[int, int]]] = defaultdict(dict)
         self._changed, self._failure = threading.Condition(), None
         self._buffers = _Buffers(waiting_bytes)
         self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads or storage.threads)]
+        self._jobs_of = dict(zip(self._chunks, itertools.cycle(self._jobs), strict=False))
         self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]
         self._threads += [threading.Thread(target=self._guarded, args=(self._commits, self._commit))]
@@ -187,6 +188,7 @@ class StoreWriter:
         """Hand over the tokens."""
         self._check()
         self._start, self._n_tokens = batch.start, batch.n_tokens
+        self._cuts: dict[int, list[Cut]] = {}  # by bytes a token
         for name in ("id", "document", "position"):
             self._hand((-1, name), torch.from_numpy(np.array(getattr(batch, name if name != "id" else "ids")).ravel()))
 
@@ -213,34 +215,33 @@ class StoreWriter:
         self._check()
 
     def _hand(self, key: tuple[int, str], values: Tensor) -> None:
-        spec = self._chunks[key].spec
-        if str(values.dtype) != f"torch.{spec.dtype}" or values.nbytes != self._n_tokens * spec.token_bytes:
+        chunks = self._chunks[key]
+        spec, nbytes = chunks.spec, values.nbytes
+        if values.dtype is not chunks.dtype or nbytes != self._n_tokens * spec.token_bytes:
             raise StoreError(
                 f"{spec.name} should be {self._n_tokens} tokens of {spec.heads} x {spec.width} {spec.dtype}, and is "
                 f"{tuple(values.shape)} {values.dtype}"
             )
         self._check()
-        cuts = self._chunks[key].cuts(self._start, values.nbytes)
+        if (cuts := self._cuts.get(spec.token_bytes)) is None:
+            cuts = self._cuts[spec.token_bytes] = chunks.cuts(self._start, self._start + self._n_tokens)
         if not cuts:
             return
         if values.device.type != "cpu":
             on_cuda = values.device.type == "cuda"
-            buffer = self._buffers.take(values.nbytes, on_cuda)
+            buffer = self._buffers.take(nbytes, on_cuda)
             buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=on_cuda)
             event = torch.cuda.Event() if on_cuda else None
             if event is not None:
                 event.record(torch.cuda.current_stream(values.device))
-            self._put(key, cuts, buffer, None, event)
+            self._jobs_of[key].put((key, cuts, buffer, None, event))
             return
-        raw = values.contiguous().view(-1).view(torch.uint8)
+        parts, values = [part for *_, part in cuts], values.contiguous()
         if key in self._only_checked:
-            self._add(key, cuts, raw.numpy(), [copied(raw[part]) for *_, part in cuts])
+            self._add(key, cuts, None, copied(values, None, parts))
             return
-        buffer = self._buffers.take(values.nbytes, pinned=False)
-        self._put(key, cuts, buffer, [copied(raw[part], buffer[part]) for *_, part in cuts], None)
-
-    def _put(self, key: tuple[int, str], *job: Any) -> None:
-        self._jobs[self._place[key] % len(self._jobs)].put((key, *job))
+        buffer = self._buffers.take(nbytes, pinned=False)
+        self._jobs_of[key].put((key, cuts, buffer, copied(values, buffer, parts), None))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -260,12 +261,12 @@ class StoreWriter:
                 event.synchronize()
             if self._failure is None:
                 if crcs is None:
-                    crcs = [copied(buffer[part], parallel=False) for *_, part in cuts]
+                    crcs = copied(buffer, None, [part for *_, part in cuts], parallel=False)
                 self._add(key, cuts, buffer.numpy(), crcs)
         finally:
             self._buffers.give(buffer, event is not None)
 
-    def _add(self, key: tuple[int, str], cuts: list[Cut], raw: np.ndarray, crcs: list[int]) -> None:
+    def _add(self, key: tuple[int, str], cuts: list[Cut], raw: np.ndarray | None, crcs: list[int]) -> None:
         for row, n, crc in self._chunks[key].add(cuts, raw, crcs):
             with self._changed:
                 self._done[row][key] = n, crc

@@ -1,5 +1,7 @@
 """Checksums in the pass that copies are CRC-32C, and the copies are whole."""
 
+import itertools
+
 import google_crc32c
 import pytest
 import torch
@@ -34,11 +36,23 @@ def test_the_copy_is_whole_and_the_checksum_is_its(n, before, after, parallel, s
     source, into = some(before + n, seed)[before:], torch.zeros(after + n + 64, dtype=torch.uint8)
     place = into[after : after + n]
     expected = google_crc32c.value(bytes(source.numpy()))
-    assert checksum.copied(source, parallel=parallel) == expected
-    assert checksum.copied(source, place, parallel=parallel) == expected
+    assert checksum.copied(source, parallel=parallel) == [expected]
+    assert checksum.copied(source, place, parallel=parallel) == [expected]
     assert torch.equal(place, source)
     assert not into[:after].any()
     assert not into[after + n :].any()
+
+
+@pytest.mark.usefixtures("ways")
+@given(st.lists(st.integers(0, 2 * BLOCK + 9), max_size=3), st.integers(0, 99))
+def test_parts_are_copied_to_where_they_were(sizes, seed):
+    source = some(sum(sizes) + 11, seed)
+    into, ends = torch.zeros_like(source), [0, *itertools.accumulate(sizes)]
+    parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+    found = checksum.copied(source, into, parts)
+    assert found == [google_crc32c.value(bytes(source[part].numpy())) for part in parts]
+    assert torch.equal(into[: ends[-1]], source[: ends[-1]])
+    assert not into[ends[-1] :].any()
 
 
 @given(st.binary(max_size=300), st.binary(max_size=3000))

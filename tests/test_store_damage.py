@@ -35,11 +35,10 @@ def test_a_flipped_bit_is_named_wherever_it_is(copy):
         if file == a_chunk(copy):
             with pytest.raises(StoreError, match=rf"{file.name} is damaged"):
                 angles_from_store(copy, null=4, progress=False)
-            store, given = HiddenStateStore(copy), 0
+            store, given = HiddenStateStore(copy), []
             with pytest.raises(StoreError, match=rf"{file.name} is damaged"):
-                for _ in store.open(file.parent.parent.name).batches(1):
-                    given += 1
-            assert given == store.commit_log[1].stop  # none of the third chunk
+                given.extend(store.open(file.parent.parent.name).batches(1))
+            assert len(given) == store.commit_log[1].stop  # none of the third chunk
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw)
     assert verify(copy)[1] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,32 @@ def loaded() -> Any:
     return found if found is not None and found(b"123456789", 9, None, None) == 0xE3069283 else None
 
 
-def copied(source: Tensor, into: Tensor | None = None, *, parallel: bool = True) -> int:
-    """CRC-32C of bytes, which are copied meanwhile if there is a place for them.
+def copied(
+    source: Tensor, into: Tensor | None = None, parts: Sequence[slice] = (slice(None),), *, parallel: bool = True
+) -> list[int]:
+    """CRC-32C of each part of a tensor's bytes, which are copied meanwhile if there is a place for them.
 
     Args:
-        source: bytes, uint8 and contiguous, on the CPU.
-        into: as many, elsewhere.
+        source: a contiguous tensor on the CPU.
+        into: as many bytes, elsewhere.
+        parts: which bytes.
         parallel: use torch's threads; not from a thread beside torch's own.
     """
+    ends = [part.indices(source.nbytes)[:2] for part in parts]
     if (kernel := loaded()) is None:
+        raw = source.view(-1).view(torch.uint8)
         if into is not None:
-            into.copy_(source)
-        return google_crc32c.value(source.numpy())  # pyright: ignore
-    place, loop = into.data_ptr() if into is not None else None, cpu.parallel_for() if parallel else None
-    return kernel(source.data_ptr(), source.numel(), place, loop)
+            for start, stop in ends:
+                into[start:stop] = raw[start:stop]
+        return [google_crc32c.value(raw[start:stop].numpy()) for start, stop in ends]  # pyright: ignore
+    x, place = source.data_ptr(), into.data_ptr() if into is not None else 0
+    loop = cpu.parallel_for() if parallel else None
+    return [kernel(x + start, stop - start, place + start if place else None, loop) for start, stop in ends]
 
 
 def checksum(content: np.ndarray) -> int:
     """CRC-32C of contiguous bytes by the thread that asks, outside Python's lock."""
-    return copied(torch.from_numpy(content), parallel=False)
+    return copied(torch.from_numpy(content), parallel=False)[0]
 
 
 def joined(first: int, second: int, n: int) -> int:
