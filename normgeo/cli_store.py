@@ -92,7 +92,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
         folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
         data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
-        context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
+        context: Annotated[int | None, typer.Option(help="Tokens the model sees together.")] = None,
         batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
         tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
         dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,

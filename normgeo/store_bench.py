@@ -74,14 +74,14 @@ def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
 
 
 def bench_store(
-    model: str, folder: Path, *, data: str = "sample", context: int = 256, batch: int = 8, n_tokens: int = 32_768,
-    dtype: str | None = None, rounds: int = 3,
+    model: str, folder: Path, *, data: str = "sample", context: int | None = None, batch: int = 8,
+    n_tokens: int = 32_768, dtype: str | None = None, rounds: int = 3,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure the disk, the store, a forward pass alone and captured, and stores read again, in a random order.
 
     What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
     scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
-    half of the bytes and computes more.
+    half of the bytes and computes more. Contexts and batches are those of a capture, unless others are given.
 
     Returns:
         One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
