@@ -219,7 +219,7 @@ class _Reader:
         stored = {spec.name for spec in store.layout.arrays}
         self._missing = {site.key for site in self.sites if f"sites/{site.key}/post" not in stored}
         self._rebuild = functools.cache(store.rebuild)
-        self._pool = ThreadPoolExecutor(WORKERS_A_THREAD * store.storage.threads, "read")
+        self._pool = ThreadPoolExecutor(torch.get_num_threads() * store.storage.threads, "read")
         self._free = defaultdict[range, list[AngleStatistics]](list)
 
     @property
