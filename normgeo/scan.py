@@ -241,7 +241,10 @@ class _Reader:
     def run(self, task: _Task) -> _Found:
         """Read the task's rows to their ends, and on to the end of its last batch."""
         sites, free = self.sites[task.sites.start : task.sites.stop], self._free[task.sites]
-        statistics = free.pop() if free else self.statistics(sites)
+        try:
+            statistics = free.pop()  # of a task that is done
+        except IndexError:
+            statistics = self.statistics(sites)
         begun = task.batches[0].start - task.first * self.store.layout.chunk
         with memory_kept(), torch.inference_mode():
             replays = [self._replay(site, task.first) for site in sites]
