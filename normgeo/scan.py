@@ -41,7 +41,7 @@ __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
 TASKS_A_WORKER = 4  # at least, where the store has as much to share out
-AT_ONCE = 1 << 27  # bytes of a task's chunks that are read together, or those of one site if they are more
+AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read together; of a site if they are more
 WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
 CONNECT_SECONDS = 10
 
@@ -151,7 +151,7 @@ def _tasks(reader: _Reader, batch: int, workers: int) -> Iterator[_Task]:
     tokens = batch * store.provenance["identity"]["about"]["context"]
     at_least = max(1, min(BATCHES_A_TASK * tokens // chunk, rows // wanted))
     together = reader.token_bytes * max(chunk, tokens)  # of all sites
-    parts = min(sites, max(-(-wanted * at_least // rows), -(-together // AT_ONCE)))
+    parts = min(sites, max(-(-wanted * at_least // rows), -(-together // min(AT_ONCE, IN_ALL // workers))))
     cuts = [sites * part // parts for part in range(parts + 1)]
     for first, stop, batches in _rows(store, batch, at_least):
         n_tokens = sum(batch.n_tokens for batch in batches)

@@ -83,6 +83,18 @@ def test_few_rows_are_shared_out_by_sites(store, threads, scanned, monkeypatch, 
     assert_the_captures_own(store, table, scanned[-1])
 
 
+def test_many_workers_read_no_more_together(store, monkeypatch):
+    opened = HiddenStateStore(store)
+    reader = scan._Reader(scan._Scan("a", str(store), None, 8, 16, 0), opened)
+    monkeypatch.setattr(scan, "TASKS_A_WORKER", 1)
+    together = reader.token_bytes * max(opened.layout.chunk, 8 * CONTEXT)
+    for bound, workers in (("AT_ONCE", 1), ("IN_ALL", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(scan, bound, workers * together // 4)
+            most = max(len(task.sites) for task in scan._tasks(reader, 8, workers))
+        assert most == -(-len(reader.sites) // 4)
+
+
 def test_a_cluster_gives_the_captures_own_numbers(store, copy, cluster, scanned):
     table = angles_from_store(store, null=8, scheduler=cluster, progress=False)
     assert_the_captures_own(store, table, scanned[0])
