@@ -250,7 +250,7 @@ class AngleStatistics:
         """Add what the instance that this `state_dict` is of had seen: at all sites, or only at these."""
         some = slice(sites.start, sites.stop) if sites is not None else slice(None)
         for name, whole in self.state.items():
-            mine = whole[some] if name.startswith(("null", "histogram")) else whole[:, some]
+            mine = whole[some] if name.startswith(("null", "histogram")) else whole[:, some]  # those have no groups
             if name == "histogram":
                 where, counts = (saved[f"histogram_{part}"].to(self.home) for part in ("bins", "counts"))
                 mine.view(-1).index_add_(0, where, counts)

@@ -153,7 +153,7 @@ def _forget(files: Iterable[Path]) -> None:
 
 
 def _read(store: Path, direct: bool) -> float:
-    """Seconds that the bytes of a store's chunks take, read whole by as many threads as a scan has.
+    """Seconds that the bytes of a store's chunks take, read whole by as many threads as torch has.
 
     Args:
         store: the store.
