@@ -135,8 +135,8 @@ def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str
         return functional.layer_norm(residual + x, (d,), gamma, beta, EPS)
 
     def fused(kind: str) -> Callable[[], Any]:
-        stream = residual.clone()  # which grows with every call
-        return lambda: norm_ops.add_norm_(stream, x, gamma, beta, EPS, 0.0, kind)
+        stream, branch = residual.clone(), x.clone()  # one grows with every call, the other is written over
+        return lambda: norm_ops.add_norm_(stream, branch, gamma, beta, EPS, 0.0, kind, True)
 
     runs: dict[str, Callable] = {"add + layer_norm": torchs}
     if norm_ops.takes(x):

@@ -81,6 +81,23 @@ def test_added_to_in_place_they_are_the_sum_and_its_norm(dtype, name, affine):
             found = norm_ops.add_norm_(residual, x, weight, bias, 1e-6, 0.0, name)
         assert torch.equal(residual, expected)
         assert torch.equal(found, z)
+        assert torch.equal(x, drawn((2, 3, d), dtype, 5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_are_written_over_what_was_added_and_in_its_dtype(dtype, stream, name):
+    for d in WIDTHS:
+        residual, x = drawn((2, 3, d), stream or dtype, 4), drawn((2, 3, d), dtype, 5)
+        weight, bias = drawn(d, residual.dtype, 6), drawn(d, residual.dtype, 7)
+        expected = residual + x
+        z = norm_ops.norm(expected, weight, bias, 1e-6, 0.0, name)
+        found = norm_ops.add_norm_(residual, x, weight, bias, 1e-6, 0.0, name, over=True)
+        assert found is x
+        assert torch.equal(residual, expected)
+        assert torch.equal(x, z.to(dtype))
 
 
 @torch.no_grad()
@@ -149,7 +166,7 @@ def test_shapes_are_known_without_numbers():
     with FakeTensorMode() as mode:
         x = mode.from_tensor(torch.zeros(2, 3, 8))
         assert torch.ops.normgeo.norm(x, None, None, 1e-5, 0.0, 1).shape == (2, 3, 8)
-        assert torch.ops.normgeo.add_norm_(x, x, None, None, 1e-5, 0.0, 1).shape == (2, 3, 8)
+        assert torch.ops.normgeo.add_norm_(x, x, x, None, None, 1e-5, 0.0, 1) is None
 
 
 @torch.no_grad()
@@ -158,6 +175,9 @@ def test_wrong_arguments_are_refused_by_the_operator_itself():
     for given_x, weight in ((x.double(), None), (x, torch.ones(7)), (x, torch.ones(8).half()), (x.T, None)):
         with pytest.raises(RuntimeError, match=r"norms take|gamma and beta"):
             norm(given_x, weight, None, 1e-5, 0.0, 1)
+    for out in (torch.zeros(2, 7), x.T, x.bfloat16()):
+        with pytest.raises(RuntimeError, match="norms"):
+            torch.ops.normgeo.add_norm_(x, x.clone(), out, None, None, 1e-5, 0.0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -60,16 +60,19 @@ def test_values_and_gradients_are_those_of_float64(name, dtype, d, affine):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_added_to_in_place_they_are_the_sum_and_its_norm(name, dtype):
+def test_added_to_in_place_they_are_the_sum_and_its_norm(name, over, stream, dtype):
     for d in (5, 130, 768):
-        residual, x, weight = drawn((2, 9, d), dtype, 2), drawn((2, 9, d), dtype, 3), drawn(d, torch.float32, 4)
-        total = residual + x
+        residual, x = drawn((2, 9, d), stream or dtype, 2), drawn((2, 9, d), dtype, 3)
+        weight, total = drawn(d, torch.float32, 4), residual + x
         ops, kind = norm_ops.on_cuda(), norm_ops.KINDS[name]
         expected = ops.norm(total, weight, None, 1e-6, 1.0, kind)
-        found = ops.add_norm_(residual, x, weight, None, 1e-6, 1.0, kind)
-        close(residual, total, dtype)
-        close(found, expected, dtype)
+        found = x if over else torch.empty_like(residual)
+        ops.add_norm_(residual, x, found, weight, None, 1e-6, 1.0, kind)
+        close(residual, total, residual.dtype)
+        close(found, expected, found.dtype)
 
 
 @pytest.mark.parametrize("dtype", [*ROUNDING, torch.float64], ids=str)

@@ -52,8 +52,8 @@ def loaded() -> Operators:
         torch.ops.load_library(path)
         ops = torch.ops.normgeo
         _check(ops)
-        for name in ("normgeo::norm", "normgeo::add_norm_"):
-            torch.library.register_fake(name, _like_first)
+        torch.library.register_fake("normgeo::norm", _like_first)
+        torch.library.register_fake("normgeo::add_norm_", _nothing)
     except (OSError, RuntimeError) as error:
         if os.environ.get("NORMGEO_KERNELS") != "0":
             warnings.warn(f"normgeo computes norms in torch, which is slower: {error}", stacklevel=2)
@@ -63,6 +63,10 @@ def loaded() -> Operators:
 
 def _like_first(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _check(ops: Any) -> None:
@@ -115,14 +119,20 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
 
 
 def add_norm_(
-    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str
-) -> Tensor | None:
-    """Add x to the residual stream in place and give the norm of the sum; None, and nothing done, without a kernel."""
+    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str,
+    over: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Add x to the residual stream in place and give the norm of the sum; None, and nothing done, without a kernel.
+
+    The norm is of the stream's dtype. With `over` it is written over a contiguous x, and in x's dtype.
+    """
     if x.shape != residual.shape or not residual.is_contiguous():
         return None
     if x.dtype is not residual.dtype and (residual.dtype is not torch.float32 or x.dtype not in DTYPES):
         return None  # as under autocast the stream may be wider than what is added to it, but not narrower
-    if is_grad_enabled() or not takes(residual) or not _suit(x, weight, bias):
+    if is_grad_enabled() or not takes(residual) or not _suit(residual, weight, bias):
         return None
-    of = loaded().add_norm_ if x.is_cpu else on_cuda().add_norm_
-    return of(residual, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
+    x = x.contiguous()
+    out = x if over else torch.empty_like(residual)
+    (loaded() if x.is_cpu else on_cuda()).add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
+    return out

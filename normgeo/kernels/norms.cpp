@@ -1,5 +1,6 @@
 // LayerNorm, RMSNorm and CRMSNorm of rows, alone or of a residual stream that is added to in place, as operators of
-// torch's. Each row is read once from memory; sums are accumulated in float32 in 4 x 16 parts.
+// torch's. Each row is read once from memory; sums are accumulated in float32 in 4 x 16 parts. A norm may be written
+// over what was added to the stream: that is in the caches already, and nothing else then has to be fetched or evicted.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -88,8 +89,9 @@ inline float centered_square(const T* x, int64_t d, float mean) {
     return total(squares);
 }
 
-template <class T, class X, class W, bool ADD>
-void norm_row(T* residual, const X* x, T* out, int64_t d, const Affine& affine, float eps, int kind) {
+// x and out may be the same memory: a row is written when all of it has been read.
+template <class T, class X, class Z, class W, bool ADD>
+void norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, float eps, int kind) {
     float sum, square, mean = 0;
     if (kind == RMS) moments<T, X, ADD, false>(residual, x, d, &sum, &square);
     else moments<T, X, ADD, true>(residual, x, d, &sum, &square);
@@ -114,14 +116,15 @@ void norm_row(T* residual, const X* x, T* out, int64_t d, const Affine& affine, 
     });
 }
 
-template <class T, class X, class W, bool ADD>
+template <class T, class X, class Z, class W, bool ADD>
 void norm_rows(void* residual, const void* x, void* out, int64_t rows, int64_t d, const Affine& affine, float eps,
                int kind) {
-    T *r = static_cast<T*>(residual), *z = static_cast<T*>(out);
+    T* r = static_cast<T*>(residual);
+    Z* z = static_cast<Z*>(out);
     const X* more = static_cast<const X*>(x);
     torch::stable::parallel_for(0, rows, 1 + 16384 / (d + 1), [&](int64_t a, int64_t b) {
         for (int64_t i = a; i < b; i++)
-            norm_row<T, X, W, ADD>(r + i * d, ADD ? more + i * d : nullptr, z + i * d, d, affine, eps, kind);
+            norm_row<T, X, Z, W, ADD>(r + i * d, ADD ? more + i * d : nullptr, z + i * d, d, affine, eps, kind);
     });
 }
 
@@ -142,61 +145,62 @@ inline Tensor made_like(const Tensor& x) {
 }
 
 template <bool ADD>
-Tensor run(const Tensor& residual, const Tensor* x, const std::optional<Tensor>& weight,
-           const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
-    const auto type = residual.scalar_type();
+void run(const Tensor& residual, const Tensor& x, const Tensor& out, const std::optional<Tensor>& weight,
+         const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
+    const auto type = residual.scalar_type(), added = x.scalar_type(), made = out.scalar_type();
     const int64_t d = residual.size(-1), rows = d ? residual.numel() / d : 0;
     auto check = [](bool good, const char* what) { if (!good) throw std::runtime_error(what); };
-    check(residual.is_contiguous() && (!ADD || (x->is_contiguous() && x->numel() == residual.numel())),
-          "normgeo's norms take contiguous tensors of one shape");
-    const auto added = ADD ? x->scalar_type() : type;
+    for (const auto* t : {&residual, &x, &out})
+        check(t->is_contiguous() && t->numel() == residual.numel(), "normgeo's norms take contiguous tensors of one shape");
     check(added == type || type == ScalarType::Float, "normgeo's norms add no wider tensor to a stream");
+    check(made == type || made == added, "normgeo's norms give what the stream or the added is in");
     auto width = weight ? weight->scalar_type() : bias ? bias->scalar_type() : type;
     for (const auto* p : {&weight, &bias})
         check(!*p || ((*p)->numel() == d && (*p)->is_contiguous() && (*p)->scalar_type() == width),
               "gamma and beta have d numbers of one dtype");
     check(width == type || width == ScalarType::Float, "gamma and beta are of the input's dtype or float32");
-    Tensor out = made_like(residual);
     const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
-    auto go = [&](auto stream, auto more, auto parameter) {
+    auto go = [&](auto stream, auto more, auto result, auto parameter) {
         typedef decltype(stream) T;
-        norm_rows<T, decltype(more), decltype(parameter), ADD>(residual.data_ptr(), ADD ? x->data_ptr() : nullptr,
-                                                               out.data_ptr(), rows, d, affine, float(eps), int(kind));
+        norm_rows<T, decltype(more), decltype(result), decltype(parameter), ADD>(
+            residual.data_ptr(), x.data_ptr(), out.data_ptr(), rows, d, affine, float(eps), int(kind));
     };
-    const bool wide = width == ScalarType::Float;
+    const bool wide = width == ScalarType::Float, narrow = made != type;
+    const float full = 0.0f;
     const Bfloat16 brain = {};
     const Float16 half = {};
     if (type == ScalarType::Float) {
-        if (ADD && added == ScalarType::BFloat16) go(0.0f, brain, 0.0f);
-        else if (ADD && added == ScalarType::Half) go(0.0f, half, 0.0f);
-        else if (added == type) go(0.0f, 0.0f, 0.0f);
+        if (added == type) go(full, full, full, full);
+        else if (ADD && added == ScalarType::BFloat16) narrow ? go(full, brain, brain, full) : go(full, brain, full, full);
+        else if (ADD && added == ScalarType::Half) narrow ? go(full, half, half, full) : go(full, half, full, full);
         else throw std::runtime_error("normgeo's norms add float32, bfloat16 and float16");
     } else if (type == ScalarType::BFloat16) {
-        wide ? go(brain, brain, 0.0f) : go(brain, brain, brain);
+        wide ? go(brain, brain, brain, full) : go(brain, brain, brain, brain);
     } else if (type == ScalarType::Half) {
-        wide ? go(half, half, 0.0f) : go(half, half, half);
+        wide ? go(half, half, half, full) : go(half, half, half, half);
     } else {
         throw std::runtime_error("normgeo's norms take float32, bfloat16 and float16");
     }
-    return out;
 }
 
 Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
             int64_t kind) {
-    return run<false>(x, nullptr, weight, bias, eps, offset, kind);
+    Tensor out = made_like(x);
+    run<false>(x, x, out, weight, bias, eps, offset, kind);
+    return out;
 }
 
-Tensor add_norm_(Tensor residual, Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
-                 double offset, int64_t kind) {
-    return run<true>(residual, &x, weight, bias, eps, offset, kind);
+void add_norm_(Tensor residual, Tensor x, Tensor out, std::optional<Tensor> weight, std::optional<Tensor> bias,
+               double eps, double offset, int64_t kind) {
+    run<true>(residual, x, out, weight, bias, eps, offset, kind);
 }
 
 }  // namespace normgeo
 
 STABLE_TORCH_LIBRARY(normgeo, m) {
     m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, int kind) -> Tensor");
-    m.def("add_norm_(Tensor(a!) residual, Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, int kind) "
-          "-> Tensor");
+    m.def("add_norm_(Tensor(a!) residual, Tensor x, Tensor(b!) out, Tensor? weight, Tensor? bias, float eps, "
+          "float offset, int kind) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(normgeo, CPU, m) {

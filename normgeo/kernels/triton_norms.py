@@ -103,18 +103,18 @@ def _plan(d: int) -> dict[str, int]:
 
 
 def _launch(
-    x: Tensor, more: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int,
-    *, save: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, more: Tensor | None, out: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    kind: int, *, save: bool = False,
+) -> Tensor | None:  # fmt: skip
     d = x.shape[-1]
-    rows, plan, out = x.numel() // d, _plan(d), torch.empty_like(x)
+    rows, plan = x.numel() // d, _plan(d)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
     with _device(x):
         _forward[(triton.cdiv(rows, plan["ROWS"]),)](
             x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
             WEIGHT=weight is not None, BIAS=bias is not None, SAVE=save, **plan,
         )  # fmt: skip
-    return out, scale
+    return scale
 
 
 class _Norm(torch.autograd.Function):
@@ -124,7 +124,8 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
     ) -> Tensor:
-        z, scale = _launch(x, None, weight, bias, eps, offset, kind, save=True)
+        z = torch.empty_like(x)
+        scale = _launch(x, None, z, weight, bias, eps, offset, kind, save=True)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset, ctx.kind, ctx.bias = offset, kind, bias is not None
         return z
@@ -163,11 +164,14 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     """The norm of contiguous x [..., d], with gradients where they are wanted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Norm.apply(x, weight, bias, eps, offset, kind)  # pyright: ignore
-    return _launch(x, None, weight, bias, eps, offset, kind, save=False)[0]
+    z = torch.empty_like(x)
+    _launch(x, None, z, weight, bias, eps, offset, kind)
+    return z
 
 
 def add_norm_(
-    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
-) -> Tensor:
-    """Add x to the contiguous residual stream in place, and give the norm of the sum."""
-    return _launch(residual, x, weight, bias, eps, offset, kind, save=False)[0]
+    residual: Tensor, x: Tensor, out: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    kind: int,
+) -> None:  # fmt: skip
+    """Add x to the contiguous residual stream in place, and write the norm of the sum to `out`, which may be x."""
+    _launch(residual, x, out, weight, bias, eps, offset, kind)
