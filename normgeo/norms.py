@@ -29,9 +29,7 @@ __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
 
-FEW = {torch.float32: 1 << 19, torch.bfloat16: 1 << 16, torch.float16: 1 << 16}
-"""Numbers under which, on a CPU and inside a model, a kernel is no faster than torch's LayerNorm: matrix products leave
-nothing else in the caches, memory is read as fast by one as by the other, and a kernel takes longer to be reached."""
+FEW = 1 << 13  # numbers, a few tokens', under which torch's LayerNorm is reached sooner than a kernel is
 
 
 class _Norm(nn.Module):
@@ -45,7 +43,12 @@ class _Norm(nn.Module):
         centered: what comes in is known to have zero mean.
         dtype: of the parameters.
         device: of the parameters.
+
+    Attributes:
+        kernel: name of the kernel that computes this norm; None where there is none.
     """
+
+    kernel: str | None = None
 
     def __init__(
         self,
@@ -77,20 +80,12 @@ class _Norm(nn.Module):
         """The standardized input [..., d], before scale-and-shift."""
         raise NotImplementedError
 
-    @property
-    def kernel(self) -> str | None:
-        """Name of the kernel that computes this norm."""
-        return None
-
-    def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias: as attributes of a module they take as long to find as a token's norm takes to compute."""
-        of = self._parameters
-        return (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)  # some may be parametrized
-
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
-        if norm_ops is not None and (kernel := self.kernel) is not None:
-            z = norm_ops.norm(x, *self.affine(), self.eps, self.offset, kernel)
+        if norm_ops is not None and self.kernel is not None:
+            of = self._parameters  # found through the module they take as long as a token's norm
+            weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)  # parametrized
+            z = norm_ops.norm(x, weight, bias, self.eps, self.offset, self.kernel)
             if z is not None:
                 return z
         return self.plain(x)
@@ -122,22 +117,17 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     r"""y = x / sqrt(|x|^2 / d + eps) (*Pre-RMSNorm* eq. 2)."""
 
-    @property
-    def kernel(self) -> str | None:
-        """Name of the kernel that computes this norm."""
-        return "rmsnorm"
+    kernel = "rmsnorm"
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """As for every norm; of few numbers known to have zero mean, torch's LayerNorm."""
-        if self.centered and x.numel() < FEW.get(x.dtype, 0) and x.is_cpu:
-            return self.plain(x)
-        return super().forward(x)
+        return self.plain(x) if self.centered and x.numel() < FEW and x.is_cpu else _Norm.forward(self, x)
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
         if not self.centered or x.dtype is torch.float64 or is_grad_enabled() or is_compiling():
             return super().plain(x)
-        weight, bias = self.affine()
+        weight, bias = self.weight, self.bias
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
         elif self.offset:
@@ -171,17 +161,13 @@ class CRMSNorm(_Norm):
     def __init__(
         self, d: int, eps: float = 1e-5, *, padded: bool = False, expand: bool = False, **options: Any
     ) -> None:
-        self.__dict__.update(padded=padded, expand=expand)  # before the parameters, whose width they set
+        kernel = None if expand else "crmsnorm-padded" if padded else "crmsnorm"
+        self.__dict__.update(padded=padded, expand=expand, kernel=kernel)  # before the parameters, whose width they set
         super().__init__(d, eps, **options)
 
     def output_width(self) -> int:
         """How many numbers come out for each vector."""
         return self.d + (self.expand and not self.padded)
-
-    @property
-    def kernel(self) -> str | None:
-        """Name of the kernel that computes this norm; there is none for one that is expanded."""
-        return None if self.expand else "crmsnorm-padded" if self.padded else "crmsnorm"
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""

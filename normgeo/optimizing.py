@@ -32,7 +32,6 @@ is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at ever
 
 ADD = "_normgeo_add"
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
-SMALL = 1 << 14  # numbers under which a fused kernel takes longer to be reached than torch's two operations
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
 
@@ -57,6 +56,7 @@ class _Stream:
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: where the inputs are, which are the caller's.
+        kernels: whether this pass may use them.
         last: what a norm was given last.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own`, and `reader`, whose it is.
@@ -70,6 +70,7 @@ class _Stream:
 
     def reset(self, *inputs: Any) -> None:
         self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
+        self.kernels = self.mode == "fast" and norm_ops.at_rest()
         self.last: Tensor | None = None
         self.own: Tensor | None = None
         self.ready: Tensor | None = None
@@ -125,7 +126,7 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
     z = None
-    if stream.mode == "fast" and not (norm.centered and x.numel() < SMALL):
+    if stream.kernels:
         of = norm._parameters  # as attributes they take as long as the rest of this function
         z = norm_ops.add_norm_(residual, x, of["weight"], of["bias"], norm.eps, norm.offset, norm.kernel, over)
     if z is None:

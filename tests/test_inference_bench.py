@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from zoo import tiny
 
 from analyses import efficiency
-from normgeo import cli, inference_bench, inference_models, optimizing
+from normgeo import cli, inference_bench, inference_models
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.inference_bench import bench_inference, summary
 from normgeo.inference_models import SIZES, VARIANTS, available, bases, build, derived, in_dtype, main_sites
@@ -172,9 +172,8 @@ def test_the_same_is_timed_of_variants(variant):
     assert (calls["forward"], calls.total()) == (5, 9)
 
 
-def test_fused_norms_and_additions_are_timed_together(monkeypatch):
+def test_fused_norms_and_additions_are_timed_together():
     """The first norm has no addition before it, and the first addition may not be in place."""
-    monkeypatch.setattr(optimizing, "SMALL", 0)  # fused, however few numbers there are
     model = tiny("gpt2")
     sites = main_sites(model)
     calls = timed_inside(derived("fused", bases(model, sites, ["fused"]), sites))

@@ -151,6 +151,75 @@ def test_they_leave_float64_autograd_and_transforms_to_torch():
         assert mixed is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("shape", [(2, 3, 77), (400, 1000)], ids=str)
+def test_both_ways_to_the_kernels_lead_to_the_same(dtype, affine, shape, monkeypatch):
+    ops = norm_ops.loaded()
+    x, residual, d = drawn(shape, dtype), drawn(shape, dtype, 1), shape[-1]
+    weight = drawn(d, dtype, 2) if affine in ("both", "weight") else None
+    bias = drawn(d, dtype, 3) if affine in ("both", "bias") else None
+
+    def both():
+        stream = residual.clone()
+        z = norm_ops.norm(x, weight, bias, 1e-5, 1.0, "rmsnorm")
+        return z, norm_ops.add_norm_(stream, x.clone(), weight, bias, 1e-5, 1.0, "crmsnorm", True), stream
+
+    found = both()
+    monkeypatch.setattr(norm_ops, "loaded", lambda: ops._replace(direct=None))
+    assert all(map(torch.equal, found, both()))
+    if ops.direct is not None:  # without Python's headers there is one way
+        with pytest.raises(TypeError, match="14"):
+            ops.direct(0, 0)
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes what is computed."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.__dict__.setdefault("names", []).append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_is_traced_or_watched_sees_every_operation():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    norm, x, other = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32), drawn((3, 8), torch.float32, 1)
+    for traced in (torch.jit.trace(norm, (x,)), make_fx(norm)(x)):
+        torch.testing.assert_close(traced(other), norm.plain(other))
+    with Seen() as seen:
+        norm(x)
+    assert "aten.rsqrt.default" in seen.names
+
+    class Elsewhere(torch.Tensor):
+        """A subclass, whose memory may be anywhere."""
+
+    assert norm_ops.norm(x.as_subclass(Elsewhere), norm.weight, norm.bias, 1e-5, 0.0, "rmsnorm") is None
+
+
+@torch.no_grad()
+def test_no_memory_is_read_but_the_parameters_own():
+    """What does not suit is left to torch, which says what is wrong or knows how to read it."""
+    x, weight = drawn((3, 8), torch.float32), torch.ones(8)
+    for wrong in (
+        torch.ones(7),
+        torch.ones(1),
+        weight.double(),
+        weight.bfloat16(),
+        torch.ones(16)[::2],
+        weight.to("meta"),
+    ):
+        for pair in ((wrong, None), (None, wrong), (weight, wrong), (wrong, weight)):
+            assert norm_ops.norm(x, *pair, 1e-5, 0.0, "rmsnorm") is None
+            assert norm_ops.add_norm_(x.clone(), x.clone(), *pair, 1e-5, 0.0, "rmsnorm") is None
+    norm = random_norm(RMSNorm, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):  # in place of the parameters of before
+        norm.to(dtype)
+        torch.testing.assert_close(norm(x.to(dtype)), norm.plain(x.to(dtype)))
+
+
 def test_forward_mode_derivatives_are_not_lost():
     norm, x = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32)
     with torch.no_grad():

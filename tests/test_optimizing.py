@@ -7,7 +7,7 @@ import torch
 import zoo
 from torch import nn
 
-from normgeo import convert, optimize, optimizing
+from normgeo import convert, optimize
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
@@ -19,12 +19,6 @@ FUSED = {  # how many of a two-layer model's norms read a sum of its blocks
     "gpt2": 4, "gpt_neo": 4, "gpt_neox": 2, "gptj": 2, "opt": 4, "phi": 2, "stablelm": 4, "nemotron": 4, "vit": 4,
     "mpt": 2, "whisper": 10,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def by_kernel(monkeypatch):
-    """However few numbers there are."""
-    monkeypatch.setattr(optimizing, "SMALL", 0)
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +78,6 @@ def test_the_kernel_is_what_computes_them(converted, monkeypatch):
     calls.clear()
     model(torch.tensor([[1, 2, 3]]))
     assert len(calls) == 3  # the first sum of a forward pass is a new tensor
-
-
-@torch.no_grad()
-def test_few_numbers_are_left_to_torch(converted, monkeypatch):
-    monkeypatch.setattr(optimizing, "SMALL", 3 * 32 + 1)
-    monkeypatch.setattr(norm_ops, "add_norm_", lambda *_: pytest.fail("a kernel for a few numbers"))
-    model = converted("gpt2")
-    before = outputs_of(model, example_inputs(model, time=1))
-    assert (
-        relative(outputs_of(optimize(model, example_inputs(model, time=1)), example_inputs(model, time=1)), before)
-        < 1e-6
-    )
 
 
 @torch.no_grad()

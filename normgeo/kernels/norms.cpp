@@ -144,55 +144,78 @@ inline Tensor made_like(const Tensor& x) {
     return Tensor(made);
 }
 
+struct Call {
+    void* residual;
+    const void* x;  // what is added to it, if anything
+    void* out;
+    int64_t rows, d;
+    Affine affine;
+    float eps;
+    int kind;
+};
+
+enum Type { FLOAT = 0, BFLOAT = 1, HALF = 2 };
+struct Types { int stream, added, made, parameters; };
+
 template <bool ADD>
-void run(const Tensor& residual, const Tensor& x, const Tensor& out, const std::optional<Tensor>& weight,
-         const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
-    const auto type = residual.scalar_type(), added = x.scalar_type(), made = out.scalar_type();
-    const int64_t d = residual.size(-1), rows = d ? residual.numel() / d : 0;
-    auto check = [](bool good, const char* what) { if (!good) throw std::runtime_error(what); };
-    for (const auto* t : {&residual, &x, &out})
-        check(t->is_contiguous() && t->numel() == residual.numel(), "normgeo's norms take contiguous tensors of one shape");
-    check(added == type || type == ScalarType::Float, "normgeo's norms add no wider tensor to a stream");
-    check(made == type || made == added, "normgeo's norms give what the stream or the added is in");
-    auto width = weight ? weight->scalar_type() : bias ? bias->scalar_type() : type;
-    for (const auto* p : {&weight, &bias})
-        check(!*p || ((*p)->numel() == d && (*p)->is_contiguous() && (*p)->scalar_type() == width),
-              "gamma and beta have d numbers of one dtype");
-    check(width == type || width == ScalarType::Float, "gamma and beta are of the input's dtype or float32");
-    const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
+void run(const Call& c, const Types& types) {
     auto go = [&](auto stream, auto more, auto result, auto parameter) {
-        typedef decltype(stream) T;
-        norm_rows<T, decltype(more), decltype(result), decltype(parameter), ADD>(
-            residual.data_ptr(), x.data_ptr(), out.data_ptr(), rows, d, affine, float(eps), int(kind));
+        norm_rows<decltype(stream), decltype(more), decltype(result), decltype(parameter), ADD>(
+            c.residual, c.x, c.out, c.rows, c.d, c.affine, c.eps, c.kind);
     };
-    const bool wide = width == ScalarType::Float, narrow = made != type;
+    const bool wide = types.parameters == FLOAT, narrow = types.made != types.stream;
     const float full = 0.0f;
     const Bfloat16 brain = {};
     const Float16 half = {};
-    if (type == ScalarType::Float) {
-        if (added == type) go(full, full, full, full);
-        else if (ADD && added == ScalarType::BFloat16) narrow ? go(full, brain, brain, full) : go(full, brain, full, full);
-        else if (ADD && added == ScalarType::Half) narrow ? go(full, half, half, full) : go(full, half, full, full);
-        else throw std::runtime_error("normgeo's norms add float32, bfloat16 and float16");
-    } else if (type == ScalarType::BFloat16) {
-        wide ? go(brain, brain, brain, full) : go(brain, brain, brain, brain);
-    } else if (type == ScalarType::Half) {
-        wide ? go(half, half, half, full) : go(half, half, half, half);
-    } else {
-        throw std::runtime_error("normgeo's norms take float32, bfloat16 and float16");
+    if (types.stream == BFLOAT) wide ? go(brain, brain, brain, full) : go(brain, brain, brain, brain);
+    else if (types.stream == HALF) wide ? go(half, half, half, full) : go(half, half, half, half);
+    else if (types.added == FLOAT) go(full, full, full, full);
+    else if constexpr (ADD) {
+        if (types.added == BFLOAT) narrow ? go(full, brain, brain, full) : go(full, brain, full, full);
+        else narrow ? go(full, half, half, full) : go(full, half, full, full);
     }
+}
+
+void check(bool good, const char* what) {
+    if (!good) throw std::runtime_error(what);
+}
+
+inline int type_of(const Tensor& t) {
+    const auto type = t.scalar_type();
+    check(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+          "normgeo's norms take float32, bfloat16 and float16");
+    return type == ScalarType::Float ? FLOAT : type == ScalarType::BFloat16 ? BFLOAT : HALF;
+}
+
+template <bool ADD>
+void checked(const Tensor& residual, const Tensor& x, const Tensor& out, const std::optional<Tensor>& weight,
+             const std::optional<Tensor>& bias, double eps, double offset, int64_t kind) {
+    const int64_t d = residual.size(-1), rows = d ? residual.numel() / d : 0;
+    for (const auto* t : {&residual, &x, &out})
+        check(t->is_contiguous() && t->numel() == residual.numel(), "normgeo's norms take contiguous tensors of one shape");
+    const int stream = type_of(residual), added = type_of(x), made = type_of(out);
+    check(added == stream || stream == FLOAT, "normgeo's norms add no wider tensor to a stream");
+    check(made == stream || made == added, "normgeo's norms give what the stream or the added is in");
+    const int parameters = weight ? type_of(*weight) : bias ? type_of(*bias) : stream;
+    for (const auto* p : {&weight, &bias})
+        check(!*p || ((*p)->numel() == d && (*p)->is_contiguous() && type_of(**p) == parameters),
+              "gamma and beta have d numbers of one dtype");
+    check(parameters == stream || parameters == FLOAT, "gamma and beta are of the input's dtype or float32");
+    const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
+    run<ADD>({residual.data_ptr(), x.data_ptr(), out.data_ptr(), rows, d, affine, float(eps), int(kind)},
+             {stream, added, made, parameters});
 }
 
 Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
             int64_t kind) {
     Tensor out = made_like(x);
-    run<false>(x, x, out, weight, bias, eps, offset, kind);
+    checked<false>(x, x, out, weight, bias, eps, offset, kind);
     return out;
 }
 
 void add_norm_(Tensor residual, Tensor x, Tensor out, std::optional<Tensor> weight, std::optional<Tensor> bias,
                double eps, double offset, int64_t kind) {
-    run<true>(residual, x, out, weight, bias, eps, offset, kind);
+    checked<true>(residual, x, out, weight, bias, eps, offset, kind);
 }
 
 }  // namespace normgeo
@@ -207,3 +230,45 @@ STABLE_TORCH_LIBRARY_IMPL(normgeo, CPU, m) {
     m.impl("norm", TORCH_BOX(&normgeo::norm));
     m.impl("add_norm_", TORCH_BOX(&normgeo::add_norm_));
 }
+
+// The same for Python to call with the places of checked tensors. Between matrix products the way through torch's
+// operators, whose code they push out of the caches, takes longer than the norm.
+#ifdef PYTHON
+#include <Python.h>
+
+namespace normgeo {
+
+constexpr int64_t LONG = 1 << 18;  // numbers from which on other threads of Python may run meanwhile
+
+PyObject* direct(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    if (count != 14) return PyErr_SetString(PyExc_TypeError, "14 arguments"), nullptr;
+    auto place = [&](int i) { return PyLong_AsVoidPtr(given[i]); };
+    auto whole = [&](int i) { return PyLong_AsLongLong(given[i]); };
+    const int64_t numbers = whole(5), d = whole(6);
+    const Affine affine = {place(3), place(4), float(PyFloat_AsDouble(given[8]))};
+    const Call call = {place(0), place(1), place(2), d ? numbers / d : 0, d, affine, float(PyFloat_AsDouble(given[7])),
+                       int(whole(9))};
+    const Types types = {int(whole(10)), int(whole(11)), int(whole(12)), int(whole(13))};
+    if (PyErr_Occurred()) return nullptr;
+    PyThreadState* others = numbers >= LONG ? PyEval_SaveThread() : nullptr;
+    const char* failed = nullptr;
+    try {
+        call.x ? run<true>(call, types) : run<false>(call, types);
+    } catch (const std::exception&) {
+        failed = "normgeo's norm failed";
+    }
+    if (others) PyEval_RestoreThread(others);
+    if (failed) return PyErr_SetString(PyExc_RuntimeError, failed), nullptr;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"direct", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(direct)), METH_FASTCALL,
+     "direct(residual, x, out, weight, bias, numbers, d, eps, offset, kind, and the types of stream, x, out, weight)"},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "normgeo_norms", nullptr, -1, methods};
+
+}  // namespace normgeo
+
+PyMODINIT_FUNC PyInit_normgeo_norms() { return PyModule_Create(&normgeo::definition); }
+#endif
