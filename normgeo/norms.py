@@ -127,7 +127,8 @@ class RMSNorm(_Norm):
         """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
         if not self.centered or x.dtype is torch.float64 or is_grad_enabled() or is_compiling():
             return super().plain(x)
-        weight, bias = self.weight, self.bias
+        of = self._parameters
+        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
         elif self.offset:

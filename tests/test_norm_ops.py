@@ -303,3 +303,20 @@ def test_a_compiled_module_gives_the_same(tiny):
         graph = torch.compile(norm, backend="eager", fullgraph=True)
         torch.testing.assert_close(graph(x), norm(x))
     assert by_definition(RMSNorm, x.double(), 1e-5).shape == (4, 16)
+
+
+def test_where_pythons_headers_are_of_no_use_the_operators_are_built_all_the_same(tmp_path):
+    compiler = tmp_path / "picky"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-DPYTHON*) exit 1;; *) exec g++ "$@";; esac\n')
+    compiler.chmod(0o755)
+    code = """
+import torch
+from normgeo.kernels import norm_ops
+ops = norm_ops.loaded()
+x = torch.ones(2, 8)
+with torch.no_grad():
+    z = norm_ops.add_norm_(x, x.clone(), None, None, 0.0, 0.0, "rmsnorm", True)
+print(ops.norm is not None, ops.direct, x.mean().item(), z.mean().item())
+"""
+    done = run(code, tmp_path, CXX=str(compiler))
+    assert done.stdout.split() == ["True", "None", "2.0", "1.0"], done.stderr

@@ -11,9 +11,11 @@ Python's headers are there to build that, and what is asked of the tensors befor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
+import sys
 import sysconfig
 import warnings
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -34,6 +36,7 @@ in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 modes, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state  # pyright: ignore
 
 SOURCE = Path(__file__).with_name("norms.cpp")
+UNDEFINED = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()  # Python itself has what is missing
 KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 """What there are kernels for; the numbers are those of `norms.cpp`. LayerNorm is there to compare with."""
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,12 +58,8 @@ class Operators(NamedTuple):
 @functools.cache
 def loaded() -> Operators:
     """Register the operators with torch, building them first if need be. Never raises; a failed build says why once."""
-    torch_home, python = Path(torch.__file__).parent, Path(sysconfig.get_path("include"))
-    flags = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
-    if (python / "Python.h").exists():
-        flags = (*flags, f"-I{python}", "-DPYTHON")
     try:
-        path = compiled(SOURCE, flags)
+        path = _built()
         torch.ops.load_library(path)
         ops = torch.ops.normgeo
         found = Operators(ops.norm.default._op, ops.add_norm_.default._op, _module(path), str(path))
@@ -72,6 +71,16 @@ def loaded() -> Operators:
             warnings.warn(f"normgeo computes norms in torch, which is slower: {error}", stacklevel=2)
         return Operators(None, None, None, str(error))
     return found
+
+
+def _built() -> Path:
+    """The shared object, with the direct way in it where Python's headers are there and of use."""
+    torch_home, python = Path(torch.__file__).parent, Path(sysconfig.get_path("include"))
+    flags = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
+    if (python / "Python.h").exists():
+        with contextlib.suppress(RuntimeError):
+            return compiled(SOURCE, (*flags, f"-I{python}", "-DPYTHON", *UNDEFINED))
+    return compiled(SOURCE, flags)
 
 
 def _module(path: Path) -> Any:
