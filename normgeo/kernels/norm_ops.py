@@ -122,7 +122,7 @@ def on_cuda() -> Any:
 
 
 def at_rest() -> bool:
-    """Whether what is computed now is neither traced nor transformed, and on a CPU has no gradients."""
+    """Whether what is computed now is neither traced, nor transformed, nor watched by a dispatch mode."""
     if is_compiling() or in_transform() is not None or forward_ad._current_level >= 0:
         return False
     return not modes() and tracing() is None
