@@ -29,8 +29,6 @@ __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
 
-FEW = 1 << 13  # numbers, a few tokens', under which torch's LayerNorm is reached sooner than a kernel is
-
 
 class _Norm(nn.Module):
     """What the three norms share: the affine parameters, eps, and the arithmetic's precision.
@@ -118,10 +116,6 @@ class RMSNorm(_Norm):
     r"""y = x / sqrt(|x|^2 / d + eps) (*Pre-RMSNorm* eq. 2)."""
 
     kernel = "rmsnorm"
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """As for every norm; of few numbers known to have zero mean, torch's LayerNorm."""
-        return self.plain(x) if self.centered and x.numel() < FEW and x.is_cpu else _Norm.forward(self, x)
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""

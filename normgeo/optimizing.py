@@ -56,7 +56,6 @@ class _Stream:
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: where the inputs are, which are the caller's.
-        kernels: whether this pass may use them.
         last: what a norm was given last.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own`, and `reader`, whose it is.
@@ -70,7 +69,6 @@ class _Stream:
 
     def reset(self, *inputs: Any) -> None:
         self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
-        self.kernels = self.mode == "fast" and norm_ops.at_rest()
         self.last: Tensor | None = None
         self.own: Tensor | None = None
         self.ready: Tensor | None = None
@@ -126,7 +124,7 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
     z = None
-    if stream.kernels:
+    if stream.mode == "fast":
         of = norm._parameters  # as attributes they take as long as the rest of this function
         z = norm_ops.add_norm_(residual, x, of["weight"], of["bias"], norm.eps, norm.offset, norm.kernel, over)
     if z is None:
@@ -321,7 +319,7 @@ def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) 
 def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> bool:
     """Whether under autocast the outputs are the same to the last bit with norms in the dtype of what is added."""
     try:
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):  # else all weights are held twice
             stream.mode = "watch"
             truth = outputs_of(model, inputs)
             stream.seen.clear()

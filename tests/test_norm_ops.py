@@ -21,7 +21,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 NAMES = {"rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}), "crmsnorm-padded": (CRMSNorm, {"padded": True})}
 WIDTHS = (1, 3, 15, 16, 17, 48, 63, 64, 65, 130, 768)
 
-pytestmark = pytest.mark.skipif(norm_ops.loaded().norm is None, reason="needs a compiler")
+pytestmark = pytest.mark.skipif(not norm_ops.loaded().compiled, reason="needs a compiler")
 
 
 def drawn(shape, dtype, seed=0, offset=0.3):
@@ -156,7 +156,6 @@ def test_they_leave_float64_autograd_and_transforms_to_torch():
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("shape", [(2, 3, 77), (400, 1000)], ids=str)
 def test_both_ways_to_the_kernels_lead_to_the_same(dtype, affine, shape, monkeypatch):
-    ops = norm_ops.loaded()
     x, residual, d = drawn(shape, dtype), drawn(shape, dtype, 1), shape[-1]
     weight = drawn(d, dtype, 2) if affine in ("both", "weight") else None
     bias = drawn(d, dtype, 3) if affine in ("both", "bias") else None
@@ -167,11 +166,51 @@ def test_both_ways_to_the_kernels_lead_to_the_same(dtype, affine, shape, monkeyp
         return z, norm_ops.add_norm_(stream, x.clone(), weight, bias, 1e-5, 1.0, "crmsnorm", True), stream
 
     found = both()
-    monkeypatch.setattr(norm_ops, "loaded", lambda: ops._replace(direct=None))
+    monkeypatch.setattr(norm_ops, "loaded", lambda: norm_ops.by_operators(""))
     assert all(map(torch.equal, found, both()))
-    if ops.direct is not None:  # without Python's headers there is one way
-        with pytest.raises(TypeError, match="14"):
-            ops.direct(0, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operators", [False, True])
+def test_both_ways_refuse_the_same(operators, monkeypatch):
+    if operators:
+        monkeypatch.setattr(norm_ops, "loaded", lambda: norm_ops.by_operators(""))
+    x, wide = drawn((3, 8), torch.float32), drawn((3, 8), torch.float64)
+    for wrong in (wide, x.to(torch.int32), x.to("meta"), x.to_sparse(), torch._neg_view(x), torch.zeros(()).double()):
+        assert norm_ops.norm(wrong, None, None, 1e-5, 0.0, "rmsnorm") is None
+    for stream, added in ((x, x[:2]), (x, x.view(8, 3)), (x, wide), (wide, x), (x.half(), x), (x.half(), x.bfloat16())):
+        assert norm_ops.add_norm_(stream, added, None, None, 1e-5, 0.0, "rmsnorm") is None
+    with torch.enable_grad():
+        assert norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm") is None
+        assert norm_ops.add_norm_(x, x.clone(), None, None, 1e-5, 0.0, "rmsnorm") is None
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert norm_ops.norm(dual, None, None, 1e-5, 0.0, "rmsnorm") is None
+    assert torch.equal(x, drawn((3, 8), torch.float32))
+
+
+@torch.no_grad()
+def test_calls_without_the_dispatcher_do_as_it_does():
+    """Wrong arguments are errors, writing in place is noted, inference tensors are kept and profilers see the call."""
+    ops, x = norm_ops.loaded(), drawn((3, 8), torch.float32)
+    for call in (lambda: ops.norm(x), lambda: ops.norm(x, None, None, "eps", 0.0, 1), lambda: ops.add_norm_(x, x)):
+        with pytest.raises(TypeError):
+            call()
+    assert ops.norm(None, None, None, 1e-5, 0.0, 1) is None
+    residual = x.clone()
+    versions = residual._version, x._version
+    norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert (residual._version, x._version) == (versions[0] + 1, versions[1])
+    norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm", over=True)
+    assert (residual._version, x._version) == (versions[0] + 2, versions[1] + 1)
+    with torch.inference_mode():
+        made = norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert made.is_inference()
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        norm_ops.add_norm_(made, x, None, None, 1e-5, 0.0, "rmsnorm")
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
+        norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert "normgeo::norm" in {event.name for event in profile.events()}
 
 
 class Seen(torch.utils._python_dispatch.TorchDispatchMode):
@@ -253,7 +292,7 @@ def test_wrong_arguments_are_refused_by_the_operator_itself():
 @pytest.mark.parametrize("affine", [True, False])
 @torch.no_grad()
 def test_without_kernels_a_centered_rmsnorm_is_the_same(dtype, affine, monkeypatch):
-    monkeypatch.setattr(norm_ops, "takes", lambda x: False)
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
     x = drawn((5, 40), torch.float32)
     x = (x - x.mean(-1, keepdim=True)).to(dtype)
     norm = random_norm(RMSNorm, 40, 1e-5, dtype, bias=affine, affine=affine)
@@ -292,7 +331,7 @@ with torch.no_grad():
     assert off.stderr == ""
     built = run(code, tmp_path)
     assert (built.returncode, built.stderr) == (0, "")
-    assert [p.name.split("-")[0] for p in (tmp_path / "normgeo").iterdir()] == ["norms"]
+    assert {p.name.split("-")[0] for p in (tmp_path / "normgeo").iterdir()} >= {"norms"}
     a, b, c = (list(map(float, r.stdout.split())) for r in (without, off, built))
     assert a == b == pytest.approx(c, rel=1e-6)
 
@@ -305,10 +344,12 @@ def test_a_compiled_module_gives_the_same(tiny):
     assert by_definition(RMSNorm, x.double(), 1e-5).shape == (4, 16)
 
 
-def test_where_pythons_headers_are_of_no_use_the_operators_are_built_all_the_same(tmp_path):
-    compiler = tmp_path / "picky"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *-DPYTHON*) exit 1;; *) exec g++ "$@";; esac\n')
-    compiler.chmod(0o755)
+@pytest.mark.parametrize("compiler", ["exit 1", "touch $OUT"], ids=["fails", "builds nothing of use"])
+def test_without_the_direct_way_the_operators_do_the_same(compiler, tmp_path):
+    picky = tmp_path / "picky"
+    find = 'while [ "$1" != -o ]; do shift; done; OUT=$2'
+    picky.write_text(f'#!/bin/sh\ncase "$*" in *norms_direct.cpp*) {find}; {compiler};; *) exec g++ "$@";; esac\n')
+    picky.chmod(0o755)
     code = """
 import torch
 from normgeo.kernels import norm_ops
@@ -316,7 +357,7 @@ ops = norm_ops.loaded()
 x = torch.ones(2, 8)
 with torch.no_grad():
     z = norm_ops.add_norm_(x, x.clone(), None, None, 0.0, 0.0, "rmsnorm", True)
-print(ops.norm is not None, ops.direct, x.mean().item(), z.mean().item())
+print(ops.compiled, type(ops.norm).__name__, x.mean().item(), z.mean().item())
 """
-    done = run(code, tmp_path, CXX=str(compiler))
-    assert done.stdout.split() == ["True", "None", "2.0", "1.0"], done.stderr
+    done = run(code, tmp_path, CXX=str(picky))
+    assert done.stdout.split() == ["True", "function", "2.0", "1.0"], done.stderr

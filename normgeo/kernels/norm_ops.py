@@ -1,23 +1,22 @@
 """Norms in one pass over their input, alone or of a stream that is added to: kernels for inference.
 
-On a CPU they are operators of torch's, `torch.ops.normgeo.norm` and `add_norm_`, built from `norms.cpp` on first use;
-sums are accumulated in float32. On CUDA they are in Triton, and have gradients. None takes float64, which keeps to the
-exact arithmetic of `normgeo.norms`.
+On a CPU they are built on first use, and sums are accumulated in float32. On CUDA they are in Triton, and have
+gradients. None takes float64, which keeps to the exact arithmetic of `normgeo.norms`.
 
 A norm of two hundred tokens takes 12 us, and matrix products leave none of the code that leads to it in the caches: the
-way through torch's operators then takes 30 us. So the same kernels are called with the places of tensors, where
-Python's headers are there to build that, and what is asked of the tensors before is as little as can be.
+way through torch's operators (`torch.ops.normgeo.norm` and `add_norm_`, from `norms.cpp`) then takes 30 us. So the same
+kernels are called with Python's tensors themselves (`norms_direct.cpp`), where its headers are there to build that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,30 +27,28 @@ from torch.autograd import forward_ad
 
 from normgeo.kernels.compiling import compiled
 
-__all__ = ["KINDS", "Operators", "add_norm_", "at_rest", "loaded", "norm", "takes"]
+__all__ = ["KINDS", "Operators", "add_norm_", "at_rest", "by_operators", "loaded", "norm", "takes"]
 
-# looked up once: they are asked for every norm, which may take no longer than looking them up
-is_compiling, is_grad_enabled, empty_like = torch.compiler.is_compiling, torch.is_grad_enabled, torch.empty_like
+is_compiling = torch.compiler.is_compiling  # looked up once: it is asked for every norm
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 modes, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state  # pyright: ignore
 
-SOURCE = Path(__file__).with_name("norms.cpp")
+SOURCE, DIRECT = (Path(__file__).with_name(name) for name in ("norms.cpp", "norms_direct.cpp"))
 UNDEFINED = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()  # Python itself has what is missing
 KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
-"""What there are kernels for; the numbers are those of `norms.cpp`. LayerNorm is there to compare with."""
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The dtypes that the kernels take, as `norms.cpp` numbers them."""
+"""What there are kernels for; the numbers are those of `norms.h`. LayerNorm is there to compare with."""
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PLAIN = frozenset({Tensor, nn.Parameter})  # whose memory is theirs; in subclasses it may be anywhere
 WIDEST = 16384  # numbers a row, on CUDA
 LAUNCH = 1 << 16  # numbers under which a launch of Triton's costs more than the norm (an estimate)
 
 
 class Operators(NamedTuple):
-    """The compiled operators, if any, with a shorter way to them, and their shared object or why there are none."""
+    """The norms on a CPU, and the way to them or why there are none; they give None for what they do not take."""
 
-    norm: Any
-    add_norm_: Any
-    direct: Any
+    norm: Callable[..., Tensor | None]
+    add_norm_: Callable[..., Tensor | None]
+    compiled: bool
     reason: str
 
 
@@ -59,37 +56,50 @@ class Operators(NamedTuple):
 def loaded() -> Operators:
     """Register the operators with torch, building them first if need be. Never raises; a failed build says why once."""
     try:
-        path = _built()
+        home = Path(torch.__file__).parent
+        flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
+        path = compiled(SOURCE, flags)
         torch.ops.load_library(path)
-        ops = torch.ops.normgeo
-        found = Operators(ops.norm.default._op, ops.add_norm_.default._op, _module(path), str(path))
-        _check(found)
         torch.library.register_fake("normgeo::norm", _like_first)
         torch.library.register_fake("normgeo::add_norm_", _nothing)
+        found = _directly(flags) or by_operators(str(path))
+        _check(found)
     except (OSError, RuntimeError) as error:
         if os.environ.get("NORMGEO_KERNELS") != "0":
             warnings.warn(f"normgeo computes norms in torch, which is slower: {error}", stacklevel=2)
-        return Operators(None, None, None, str(error))
+        return Operators(_nothing, _nothing, False, str(error))
     return found
 
 
-def _built() -> Path:
-    """The shared object, with the direct way in it where Python's headers are there and of use."""
-    torch_home, python = Path(torch.__file__).parent, Path(sysconfig.get_path("include"))
-    flags = (f"-I{torch_home / 'include'}", f"-L{torch_home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
-    if (python / "Python.h").exists():
-        with contextlib.suppress(RuntimeError):
-            return compiled(SOURCE, (*flags, f"-I{python}", "-DPYTHON", *UNDEFINED))
-    return compiled(SOURCE, flags)
-
-
-def _module(path: Path) -> Any:
-    """The function that takes the places of tensors; None where it could not be built."""
-    loader = ExtensionFileLoader("normgeo_norms", str(path))
+def _directly(flags: tuple[str, ...]) -> Operators | None:
+    """The norms without torch's dispatcher; None where Python's headers, or this torch's, are of no use."""
     try:
-        return loader.create_module(ModuleSpec("normgeo_norms", loader, origin=str(path))).direct  # pyright: ignore
-    except ImportError:
+        headers = (f"-I{sysconfig.get_path('include')}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)
+        path = str(compiled(DIRECT, (*flags, *headers)))
+        loader = ExtensionFileLoader("norms_direct", path)
+        module: Any = loader.create_module(ModuleSpec("norms_direct", loader, origin=path))
+    except (ImportError, RuntimeError):
         return None
+    return Operators(module.norm, module.add_norm_, True, path)
+
+
+def by_operators(path: str) -> Operators:
+    """The norms by torch's operators."""
+    ops = torch.ops.normgeo
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor | None:
+        return ops.norm(x.contiguous(), weight, bias, *options) if _plain(x) and _suit(x, weight, bias) else None
+
+    def add_norm_(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
+        *options, over = options
+        if not (_plain(residual) and _plain(x) and _may_add(residual, x) and _suit(residual, weight, bias)):
+            return None
+        x = x.contiguous()
+        out = x if over else torch.empty_like(residual)
+        ops.add_norm_(residual, x, out, weight, bias, *options)
+        return out
+
+    return Operators(norm, add_norm_, True, path)
 
 
 def _like_first(x: Tensor, *_: Any) -> Tensor:
@@ -100,15 +110,13 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+@torch.no_grad()
 def _check(ops: Operators) -> None:
     """Norms with known results, so that a damaged or foreign file is found out before it is relied on."""
     x, weight, bias, kind = torch.arange(35.0).view(1, 35), torch.full((35,), 1.5), torch.ones(35), KINDS["rmsnorm"]
-    found, expected = [ops.norm(x, weight, bias, 0.0, 0.5, kind)], x / x.square().mean().sqrt() * 2 + 1
-    if ops.direct is not None:
-        found.append(torch.empty_like(x))
-        places = [0 if t is None else t.data_ptr() for t in (x, None, found[1], weight, bias)]
-        ops.direct(*places, 35, 35, 0.0, 0.5, kind, 0, 0, 0, 0)
-    if not all(torch.allclose(z, expected, rtol=1e-5) for z in found):
+    expected = x / x.square().mean().sqrt() * 2 + 1
+    found = [norm(x, weight, bias, 0.0, 0.5, kind) for norm in (ops.norm, torch.ops.normgeo.norm)]
+    if not all(z is not None and torch.allclose(z, expected, rtol=1e-5) for z in found):
         raise RuntimeError("the compiled norms give wrong results; empty the cache they were built in")
 
 
@@ -134,29 +142,33 @@ def takes(x: Tensor) -> bool:
     What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it. On a CPU
     gradients are torch's, and on CUDA a launch from Python costs more than it gains where there is little to do.
     """
-    if x.dtype not in CODES or type(x) not in PLAIN or not at_rest():
+    if not _plain(x):
         return False
     if x.is_cpu:
-        return not is_grad_enabled() and loaded().norm is not None
+        return loaded().compiled
     return x.is_cuda and x.numel() >= LAUNCH and x.shape[-1] <= WIDEST and on_cuda() is not None
 
 
-def _suit(weight: Tensor | None, bias: Tensor | None, d: int, dtype: torch.dtype, is_cpu: bool) -> torch.dtype | None:
-    """The dtype of gamma and beta, of the input's where there are neither; None where they suit no kernel."""
-    if weight is None:
-        if bias is None:
-            return dtype
-        weight, bias = bias, None
-    width = weight.dtype
-    if (width is not dtype and width is not torch.float32) or weight.numel() != d or weight.is_cpu is not is_cpu:
-        return None
-    if type(weight) not in PLAIN or not weight.is_contiguous():
-        return None
-    if bias is None:
-        return width
-    if bias.dtype is not width or bias.numel() != d or bias.is_cpu is not is_cpu:
-        return None
-    return width if type(bias) in PLAIN and bias.is_contiguous() else None
+def _plain(x: Tensor) -> bool:
+    """Whether an input is what kernels are for, and may be read where it is."""
+    if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg():
+        return False
+    return at_rest() and not (x.is_cpu and torch.is_grad_enabled())
+
+
+def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether gamma and beta are what a kernel reads: d numbers of one dtype, the input's or float32, where x is."""
+    given = [p for p in parameters if p is not None]
+    if not all(type(p) in PLAIN and p.is_contiguous() and p.numel() == x.shape[-1] for p in given):
+        return False
+    dtypes = {p.dtype for p in given}
+    return len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32} and all(p.is_cpu is x.is_cpu for p in given)
+
+
+def _may_add(residual: Tensor, x: Tensor) -> bool:
+    """As under autocast the stream may be wider than what is added to it, but not narrower."""
+    alike = x.dtype is residual.dtype or (residual.dtype is torch.float32 and x.dtype in DTYPES)
+    return alike and x.shape == residual.shape and residual.is_contiguous() and x.is_cpu is residual.is_cpu
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str) -> Tensor | None:
@@ -164,27 +176,13 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
 
     Converted checkpoints call this from their own copy of `normgeo.norms`: its arguments stay as they are.
     """
-    dtype, is_cpu = x.dtype, x.is_cpu
-    if is_cpu and (is_grad_enabled() or dtype not in CODES or type(x) not in PLAIN or not at_rest()):
+    if is_compiling():
         return None
-    if not is_cpu and not takes(x):
+    if x.is_cpu:
+        return loaded().norm(x, weight, bias, eps, offset, KINDS[kind])
+    if not takes(x) or not _suit(x, weight, bias):
         return None
-    d = x.shape[-1]
-    if (width := _suit(weight, bias, d, dtype, is_cpu)) is None:
-        return None
-    if not x.is_contiguous():
-        x = x.contiguous()
-    if not is_cpu:
-        return on_cuda().norm(x, weight, bias, eps, offset, KINDS[kind])
-    ops = loaded()
-    if (direct := ops.direct) is None:
-        return None if ops.norm is None else ops.norm(x, weight, bias, eps, offset, KINDS[kind])
-    out, code = empty_like(x), CODES[dtype]
-    direct(
-        x.data_ptr(), 0, out.data_ptr(), 0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(), x.numel(), d, eps, offset, KINDS[kind], code, code, code, CODES[width],
-    )  # fmt: skip
-    return out
+    return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
 
 
 def add_norm_(
@@ -193,36 +191,15 @@ def add_norm_(
 ) -> Tensor | None:  # fmt: skip
     """Add x to the residual stream in place and give the norm of the sum; None, and nothing done, without a kernel.
 
-    The norm is of the stream's dtype. With `over` it is written over a contiguous x, and in x's dtype. For inference,
-    and for callers that have asked whether `takes` a tensor like theirs: in the same forward pass once is enough.
+    The norm is of the stream's dtype. With `over` it is written over a contiguous x, and in x's dtype. For inference.
     """
-    shape, dtype, added, is_cpu = residual.shape, residual.dtype, x.dtype, residual.is_cpu
-    if x.shape != shape or dtype not in CODES or x.is_cpu is not is_cpu or not residual.is_contiguous():
+    if is_compiling():
         return None
-    if added is not dtype and (dtype is not torch.float32 or added not in CODES):
-        return None  # as under autocast the stream may be wider than what is added to it, but not narrower
-    if type(residual) not in PLAIN or type(x) not in PLAIN:
+    if residual.is_cpu:
+        return loaded().add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
+    if not takes(residual) or not _may_add(residual, x) or not _suit(residual, weight, bias):
         return None
-    if (width := _suit(weight, bias, shape[-1], dtype, is_cpu)) is None:
-        return None
-    if not x.is_contiguous():
-        x = x.contiguous()
-    if not is_cpu:
-        if not takes(residual):
-            return None
-        out = x if over else empty_like(residual)
-        on_cuda().add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
-        return out
-    ops = loaded()
-    if ops.norm is None:
-        return None
-    out = x if over else empty_like(residual)
-    if (direct := ops.direct) is None:
-        ops.add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
-    else:
-        direct(
-            residual.data_ptr(), x.data_ptr(), out.data_ptr(), 0 if weight is None else weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(), x.numel(), shape[-1], eps, offset, KINDS[kind],
-            CODES[dtype], CODES[added], CODES[out.dtype], CODES[width],
-        )  # fmt: skip
+    x = x.contiguous()
+    out = x if over else torch.empty_like(residual)
+    on_cuda().add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
     return out

@@ -1,0 +1,154 @@
+// The norms for Python to call with its tensors, without torch's dispatcher: between matrix products, which push the code
+// of that way out of the caches, it takes longer than a norm. What the dispatcher would not take to a CPU's kernel as it
+// is, and what does not suit a kernel, gives None.
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "norms.h"
+
+namespace normgeo {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+constexpr int64_t LONG = 1 << 18;  // numbers from which on other threads of Python may run meanwhile
+
+// Keys that lead to a CPU's kernel when no gradients are wanted; all others trace, transform, watch or hold it elsewhere.
+const DispatchKeySet PLAIN = DispatchKeySet({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView,
+                                             DispatchKey::BackendSelect}) | c10::autocast_dispatch_keyset;
+
+class Caller {
+public:
+    Caller() : now(c10::impl::tls_local_dispatch_key_set()) {}
+
+    // The tensor of a Python object; null where it is none, or not a plain one.
+    const Tensor* plain(PyObject* given) const {
+        if (!THPVariable_CheckExact(given)) return nullptr;
+        const Tensor& x = THPVariable_Unpack(given);
+        const DispatchKeySet keys = (x.key_set() | now.included_) - now.excluded_;
+        return (keys.raw_repr() & ~PLAIN.raw_repr()) || x._fw_grad(0).defined() ? nullptr : &x;
+    }
+
+    // A tensor in a dtype of the kernels, with d numbers along its last dimension.
+    const Tensor* hidden_states(PyObject* given, int* type) const {
+        const Tensor* x = plain(given);
+        return x && x->dim() && type_of(*x, type) ? x : nullptr;
+    }
+
+    // gamma, beta and their dtype; false where they suit no kernel.
+    bool parameters(PyObject* weight, PyObject* bias, int64_t d, int stream, Affine* affine, int* type) const {
+        const void** places[] = {&affine->weight, &affine->bias};
+        PyObject* both[] = {weight, bias};
+        int found = -1;
+        for (int i = 0, one; i < 2; i++) {
+            *places[i] = nullptr;
+            if (both[i] == Py_None) continue;
+            const Tensor* p = plain(both[i]);
+            if (!p || !type_of(*p, &one) || p->numel() != d || !p->is_contiguous()) return false;
+            if (found >= 0 && one != found) return false;
+            found = one;
+            *places[i] = p->const_data_ptr();
+        }
+        *type = found < 0 ? stream : found;
+        return *type == stream || *type == FLOAT;
+    }
+
+private:
+    const c10::impl::LocalDispatchKeySet now;
+
+    static bool type_of(const Tensor& x, int* type) {
+        switch (x.scalar_type()) {
+            case at::kFloat: *type = FLOAT; return true;
+            case at::kBFloat16: *type = BFLOAT; return true;
+            case at::kHalf: *type = HALF; return true;
+            default: return false;
+        }
+    }
+};
+
+template <bool ADD>
+void without_the_lock(const Call& call, const Types& types) {
+    if (call.rows * call.d < LONG) return run<ADD>(call, types);
+    pybind11::gil_scoped_release others;
+    run<ADD>(call, types);
+}
+
+Tensor made_like(const Tensor& x) { return at::detail::empty_cpu(x.sizes(), x.scalar_type()); }
+
+// norm(x, weight, bias, eps, offset, kind)
+PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 6, "norm takes 6 arguments, not ", count);
+    const Caller caller;
+    Types types;
+    Affine affine;
+    const Tensor* x = at::GradMode::is_enabled() ? nullptr : caller.hidden_states(given[0], &types.stream);
+    if (!x || !caller.parameters(given[1], given[2], x->size(-1), types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
+    types.added = types.made = types.stream;
+    const double eps = PyFloat_AsDouble(given[3]);
+    affine.offset = float(PyFloat_AsDouble(given[4]));
+    const int kind = int(PyLong_AsLong(given[5]));
+    if (PyErr_Occurred()) return nullptr;
+    RECORD_FUNCTION("normgeo::norm", {});
+    Tensor contiguous;
+    if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
+    Tensor out = made_like(*x);
+    const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
+    without_the_lock<false>({x->data_ptr(), nullptr, out.data_ptr(), rows, d, affine, float(eps), kind}, types);
+    return THPVariable_Wrap(std::move(out));
+    END_HANDLE_TH_ERRORS
+}
+
+// add_norm_(residual, x, weight, bias, eps, offset, kind, over)
+PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 8, "add_norm_ takes 8 arguments, not ", count);
+    const Caller caller;
+    Types types;
+    Affine affine;
+    const Tensor* residual = at::GradMode::is_enabled() ? nullptr : caller.hidden_states(given[0], &types.stream);
+    const Tensor* x = residual ? caller.hidden_states(given[1], &types.added) : nullptr;
+    if (!x || !residual->is_contiguous() || x->sizes() != residual->sizes()) Py_RETURN_NONE;
+    // as under autocast the stream may be wider than what is added to it, but not narrower
+    if (types.added != types.stream && types.stream != FLOAT) Py_RETURN_NONE;
+    const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
+    if (!caller.parameters(given[2], given[3], d, types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
+    const double eps = PyFloat_AsDouble(given[4]);
+    affine.offset = float(PyFloat_AsDouble(given[5]));
+    const int kind = int(PyLong_AsLong(given[6]));
+    const int over = PyObject_IsTrue(given[7]);
+    if (PyErr_Occurred()) return nullptr;
+    RECORD_FUNCTION("normgeo::add_norm_", {});
+    Tensor contiguous, made;  // where the norm goes, unless it is written over x
+    if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
+    if (!over) made = made_like(*residual);
+    else if (contiguous.defined()) made = contiguous;
+    else x->unsafeGetTensorImpl()->bump_version();
+    residual->unsafeGetTensorImpl()->bump_version();
+    void* out = (made.defined() ? made : *x).data_ptr();
+    types.made = over ? types.added : types.stream;
+    without_the_lock<true>({residual->data_ptr(), x->data_ptr(), out, rows, d, affine, float(eps), kind}, types);
+    return made.defined() ? THPVariable_Wrap(std::move(made)) : Py_NewRef(given[1]);
+    END_HANDLE_TH_ERRORS
+}
+
+template <class F>
+PyMethodDef method(const char* name, F function, const char* text) {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, text};
+}
+
+PyMethodDef methods[] = {
+    method("norm", norm, "norm(x, weight, bias, eps, offset, kind)"),
+    method("add_norm_", add_norm_, "add_norm_(residual, x, weight, bias, eps, offset, kind, over)"),
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "norms_direct", nullptr, -1, methods};
+
+}  // namespace normgeo
+
+PyMODINIT_FUNC PyInit_norms_direct() { return PyModule_Create(&normgeo::definition); }
