@@ -91,12 +91,11 @@ def by_operators(path: str) -> Operators:
         return ops.norm(x.contiguous(), weight, bias, *options) if _plain(x) and _suit(x, weight, bias) else None
 
     def add_norm_(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
-        *options, over = options
         if not (_plain(residual) and _plain(x) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
         x = x.contiguous()
-        out = x if over else torch.empty_like(residual)
-        ops.add_norm_(residual, x, out, weight, bias, *options)
+        out = x if options[-1] else torch.empty_like(residual)
+        ops.add_norm_(residual, x, out, weight, bias, *options[:-1])
         return out
 
     return Operators(norm, add_norm_, True, path)
