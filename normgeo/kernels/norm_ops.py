@@ -5,7 +5,7 @@ gradients. None takes float64, which keeps to the exact arithmetic of `normgeo.n
 
 A norm of two hundred tokens takes 12 us, and matrix products leave none of the code that leads to it in the caches: the
 way through torch's operators (`torch.ops.normgeo.norm` and `add_norm_`, from `norms.cpp`) then takes 30 us. So the same
-kernels are called with Python's tensors themselves (`norms_direct.cpp`), where its headers are there to build that.
+kernels are called with Python's tensors themselves (`norms_direct.cpp`) where Python's headers are there to build that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import importlib
 import os
 import sys
 import sysconfig
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from normgeo.kernels.compiling import compiled
 
-__all__ = ["KINDS", "Operators", "add_norm_", "at_rest", "by_operators", "loaded", "norm", "takes"]
+__all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "loaded", "norm", "takes"]
 
 is_compiling = torch.compiler.is_compiling  # looked up once: it is asked for every norm
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -52,35 +55,47 @@ class Operators(NamedTuple):
     reason: str
 
 
-@functools.cache
+_loaded: Operators | None = None
+_loading = threading.Lock()
+
+
 def loaded() -> Operators:
     """Register the operators with torch, building them first if need be. Never raises; a failed build says why once."""
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            with ThreadPoolExecutor(1) as alone:  # a thread in which nothing is traced, transformed or watched
+                _loaded = alone.submit(_load).result()
+            if not _loaded.compiled and os.environ.get("NORMGEO_KERNELS") != "0":
+                warnings.warn(f"normgeo computes norms in torch, which is slower: {_loaded.reason}", stacklevel=2)
+    return _loaded
+
+
+def _load() -> Operators:
+    home = Path(torch.__file__).parent
+    flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
     try:
-        home = Path(torch.__file__).parent
-        flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
         path = compiled(SOURCE, flags)
         torch.ops.load_library(path)
         torch.library.register_fake("normgeo::norm", _like_first)
         torch.library.register_fake("normgeo::add_norm_", _nothing)
-        found = _directly(flags) or by_operators(str(path))
-        _check(found)
+        return _directly(flags) or _checked(by_operators(str(path)))
     except (OSError, RuntimeError) as error:
-        if os.environ.get("NORMGEO_KERNELS") != "0":
-            warnings.warn(f"normgeo computes norms in torch, which is slower: {error}", stacklevel=2)
-        return Operators(_nothing, _nothing, False, str(error))
-    return found
+        return NONE._replace(reason=str(error))
 
 
 def _directly(flags: tuple[str, ...]) -> Operators | None:
     """The norms without torch's dispatcher; None where Python's headers, or this torch's, are of no use."""
-    try:
-        headers = (f"-I{sysconfig.get_path('include')}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)
-        path = str(compiled(DIRECT, (*flags, *headers)))
-        loader = ExtensionFileLoader("norms_direct", path)
-        module: Any = loader.create_module(ModuleSpec("norms_direct", loader, origin=path))
-    except (ImportError, RuntimeError):
+    python = Path(sysconfig.get_path("include"))
+    if not (python / "Python.h").exists():
         return None
-    return Operators(module.norm, module.add_norm_, True, path)
+    try:
+        path = str(compiled(DIRECT, (*flags, f"-I{python}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)))
+        loader = ExtensionFileLoader("normgeo.kernels.norms_direct", path)
+        module: Any = loader.create_module(ModuleSpec(loader.name, loader, origin=path))
+        return _checked(Operators(module.norm, module.add_norm_, True, path))
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 def by_operators(path: str) -> Operators:
@@ -91,11 +106,13 @@ def by_operators(path: str) -> Operators:
         return ops.norm(x.contiguous(), weight, bias, *options) if _plain(x) and _suit(x, weight, bias) else None
 
     def add_norm_(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
-        if not (_plain(residual) and _plain(x) and _may_add(residual, x) and _suit(residual, weight, bias)):
+        *numbers, over = options
+        if not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
         x = x.contiguous()
-        out = x if options[-1] else torch.empty_like(residual)
-        ops.add_norm_(residual, x, out, weight, bias, *options[:-1])
+        out = x if over else torch.empty_like(residual)
+        increment_version([residual, out])
+        ops.add_norm_(residual, x, out, weight, bias, *numbers)
         return out
 
     return Operators(norm, add_norm_, True, path)
@@ -109,14 +126,18 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+NONE = Operators(_nothing, _nothing, False, "not loaded yet")
+
+
 @torch.no_grad()
-def _check(ops: Operators) -> None:
-    """Norms with known results, so that a damaged or foreign file is found out before it is relied on."""
-    x, weight, bias, kind = torch.arange(35.0).view(1, 35), torch.full((35,), 1.5), torch.ones(35), KINDS["rmsnorm"]
-    expected = x / x.square().mean().sqrt() * 2 + 1
-    found = [norm(x, weight, bias, 0.0, 0.5, kind) for norm in (ops.norm, torch.ops.normgeo.norm)]
-    if not all(z is not None and torch.allclose(z, expected, rtol=1e-5) for z in found):
+def _checked(ops: Operators) -> Operators:
+    """The same, if a norm comes out as known: a damaged or foreign file is found out before it is relied on."""
+    x = torch.arange(35, dtype=torch.float32, device="cpu").view(1, 35)
+    weight, bias = torch.full_like(x[0], 1.5), torch.ones_like(x[0])
+    z = ops.norm(x, weight, bias, 0.0, 0.5, KINDS["rmsnorm"])
+    if z is None or not torch.allclose(z, x / x.square().mean().sqrt() * 2 + 1, rtol=1e-5):
         raise RuntimeError("the compiled norms give wrong results; empty the cache they were built in")
+    return ops
 
 
 @functools.cache
@@ -126,13 +147,6 @@ def on_cuda() -> Any:
         return importlib.import_module("normgeo.kernels.triton_norms")
     except ImportError:
         return None
-
-
-def at_rest() -> bool:
-    """Whether what is computed now is neither traced, nor transformed, nor watched by a dispatch mode."""
-    if is_compiling() or in_transform() is not None or forward_ad._current_level >= 0:
-        return False
-    return not modes() and tracing() is None
 
 
 def takes(x: Tensor) -> bool:
@@ -149,10 +163,12 @@ def takes(x: Tensor) -> bool:
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether an input is what kernels are for, and may be read where it is."""
-    if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg():
+    """Whether an input is what kernels are for, lies where it says, and is neither traced, transformed nor watched."""
+    if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or not x.dim() or x.is_neg():
         return False
-    return at_rest() and not (x.is_cpu and torch.is_grad_enabled())
+    if is_compiling() or in_transform() is not None or forward_ad._current_level >= 0 or modes() or tracing():
+        return False
+    return not (x.is_cpu and torch.is_grad_enabled())
 
 
 def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -166,8 +182,14 @@ def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def _may_add(residual: Tensor, x: Tensor) -> bool:
     """As under autocast the stream may be wider than what is added to it, but not narrower."""
-    alike = x.dtype is residual.dtype or (residual.dtype is torch.float32 and x.dtype in DTYPES)
-    return alike and x.shape == residual.shape and residual.is_contiguous() and x.is_cpu is residual.is_cpu
+    if not _plain(x) or x.device != residual.device or not residual.is_contiguous():
+        return False
+    return x.shape == residual.shape and residual.dtype in (x.dtype, torch.float32)
+
+
+def _on_cpu(x: Tensor) -> Operators:
+    """What is not built before there is something for it: training does without."""
+    return loaded() if _plain(x) else NONE
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str) -> Tensor | None:
@@ -178,7 +200,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     if is_compiling():
         return None
     if x.is_cpu:
-        return loaded().norm(x, weight, bias, eps, offset, KINDS[kind])
+        return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
     if not takes(x) or not _suit(x, weight, bias):
         return None
     return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
@@ -195,7 +217,7 @@ def add_norm_(
     if is_compiling():
         return None
     if residual.is_cpu:
-        return loaded().add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
+        return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
     if not takes(residual) or not _may_add(residual, x) or not _suit(residual, weight, bias):
         return None
     x = x.contiguous()

@@ -1,6 +1,8 @@
 // The norms for Python to call with its tensors, without torch's dispatcher: between matrix products, which push the code
 // of that way out of the caches, it takes longer than a norm. What the dispatcher would not take to a CPU's kernel as it
-// is, and what does not suit a kernel, gives None.
+// is, and what does not suit a kernel, gives None. Modes that override torch's functions in Python do not see the calls.
+
+#include <torch/csrc/python_headers.h>
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -19,8 +21,8 @@ using c10::DispatchKeySet;
 
 constexpr int64_t LONG = 1 << 18;  // numbers from which on other threads of Python may run meanwhile
 
-// Keys that lead to a CPU's kernel when no gradients are wanted; all others trace, transform, watch or hold it elsewhere.
-const DispatchKeySet PLAIN = DispatchKeySet({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView,
+// Keys that lead to a CPU's kernel when no gradients are wanted; others trace, transform or watch, or it lies elsewhere.
+constexpr DispatchKeySet PLAIN = DispatchKeySet({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView,
                                              DispatchKey::BackendSelect}) | c10::autocast_dispatch_keyset;
 
 class Caller {
@@ -31,8 +33,7 @@ public:
     const Tensor* plain(PyObject* given) const {
         if (!THPVariable_CheckExact(given)) return nullptr;
         const Tensor& x = THPVariable_Unpack(given);
-        const DispatchKeySet keys = (x.key_set() | now.included_) - now.excluded_;
-        return (keys.raw_repr() & ~PLAIN.raw_repr()) || x._fw_grad(0).defined() ? nullptr : &x;
+        return PLAIN.has_all(x.key_set() | now.included_) && !x._fw_grad(0).defined() ? &x : nullptr;
     }
 
     // A tensor in a dtype of the kernels, with d numbers along its last dimension.
@@ -72,6 +73,15 @@ private:
     }
 };
 
+// eps, offset and kind as Python has them; an error is left to be raised.
+struct Numbers {
+    float eps, offset;
+    int kind;
+    explicit Numbers(PyObject* const* given)
+        : eps(float(PyFloat_AsDouble(given[0]))), offset(float(PyFloat_AsDouble(given[1]))),
+          kind(int(PyLong_AsLong(given[2]))) {}
+};
+
 template <bool ADD>
 void without_the_lock(const Call& call, const Types& types) {
     if (call.rows * call.d < LONG) return run<ADD>(call, types);
@@ -85,22 +95,22 @@ Tensor made_like(const Tensor& x) { return at::detail::empty_cpu(x.sizes(), x.sc
 PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 6, "norm takes 6 arguments, not ", count);
+    const Numbers numbers(given + 3);
+    if (PyErr_Occurred()) return nullptr;
     const Caller caller;
     Types types;
     Affine affine;
     const Tensor* x = at::GradMode::is_enabled() ? nullptr : caller.hidden_states(given[0], &types.stream);
     if (!x || !caller.parameters(given[1], given[2], x->size(-1), types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
     types.added = types.made = types.stream;
-    const double eps = PyFloat_AsDouble(given[3]);
-    affine.offset = float(PyFloat_AsDouble(given[4]));
-    const int kind = int(PyLong_AsLong(given[5]));
-    if (PyErr_Occurred()) return nullptr;
+    affine.offset = numbers.offset;
     RECORD_FUNCTION("normgeo::norm", {});
     Tensor contiguous;
     if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
     Tensor out = made_like(*x);
     const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
-    without_the_lock<false>({x->data_ptr(), nullptr, out.data_ptr(), rows, d, affine, float(eps), kind}, types);
+    void* from = const_cast<void*>(x->const_data_ptr());  // which is only read where nothing is added
+    without_the_lock<false>({from, nullptr, out.data_ptr(), rows, d, affine, numbers.eps, numbers.kind}, types);
     return THPVariable_Wrap(std::move(out));
     END_HANDLE_TH_ERRORS
 }
@@ -109,6 +119,9 @@ PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(count == 8, "add_norm_ takes 8 arguments, not ", count);
+    const Numbers numbers(given + 4);
+    const int over = PyObject_IsTrue(given[7]);
+    if (PyErr_Occurred()) return nullptr;
     const Caller caller;
     Types types;
     Affine affine;
@@ -117,23 +130,21 @@ PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!x || !residual->is_contiguous() || x->sizes() != residual->sizes()) Py_RETURN_NONE;
     // as under autocast the stream may be wider than what is added to it, but not narrower
     if (types.added != types.stream && types.stream != FLOAT) Py_RETURN_NONE;
+    if (over && x->is_inference() && !c10::InferenceMode::is_enabled()) Py_RETURN_NONE;  // may not be written over
     const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
     if (!caller.parameters(given[2], given[3], d, types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
-    const double eps = PyFloat_AsDouble(given[4]);
-    affine.offset = float(PyFloat_AsDouble(given[5]));
-    const int kind = int(PyLong_AsLong(given[6]));
-    const int over = PyObject_IsTrue(given[7]);
-    if (PyErr_Occurred()) return nullptr;
+    types.made = over ? types.added : types.stream;
+    affine.offset = numbers.offset;
     RECORD_FUNCTION("normgeo::add_norm_", {});
     Tensor contiguous, made;  // where the norm goes, unless it is written over x
     if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
+    residual->unsafeGetTensorImpl()->bump_version();
     if (!over) made = made_like(*residual);
     else if (contiguous.defined()) made = contiguous;
     else x->unsafeGetTensorImpl()->bump_version();
-    residual->unsafeGetTensorImpl()->bump_version();
     void* out = (made.defined() ? made : *x).data_ptr();
-    types.made = over ? types.added : types.stream;
-    without_the_lock<true>({residual->data_ptr(), x->data_ptr(), out, rows, d, affine, float(eps), kind}, types);
+    const void* more = x->const_data_ptr();
+    without_the_lock<true>({residual->data_ptr(), more, out, rows, d, affine, numbers.eps, numbers.kind}, types);
     return made.defined() ? THPVariable_Wrap(std::move(made)) : Py_NewRef(given[1]);
     END_HANDLE_TH_ERRORS
 }
