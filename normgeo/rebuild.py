@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from normgeo import kernels
+from normgeo.kernels.rms import scaled_by_rms
 from normgeo.sites import Kind, NormSite
 
 __all__ = ["RECIPES", "Rebuild", "find_rebuild", "same_bits", "standardized"]
@@ -84,7 +84,7 @@ RECIPES: dict[str, Callable[[Tensor, Row, Row, float], Tensor]] = {
 ROUNDED_HALFWAY = {
     "rmsnorm-gain-last": True, "rmsnorm-scale-wide": True, "rmsnorm-gain-inside": False, "rmsnorm-wide": False,
 }  # fmt: skip
-"""Recipes without a bias that there is a kernel for, which reads x twice: whether they round before gamma."""
+"""Recipes without a bias that there is a kernel for: whether they round before gamma."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Rebuild:
 
 
 def _followed(recipe: str, x: Vectors, gamma: Row, beta: Row, eps: float) -> Vectors:
-    """A recipe, a few rows at a time, by the kernel where it is one that there is a kernel for."""
+    """A recipe, by the kernel where it is one that there is a kernel for, or else a few rows at a time."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = max(16, CACHED // x.shape[-1]) if x.is_cpu else max(1, len(x))
     halfway = ROUNDED_HALFWAY.get(recipe) if beta is None else None
+    if halfway is not None and scaled_by_rms(x, gamma, eps, halfway=halfway, out=out):
+        return out
     for start in range(0, len(x), rows):
-        piece, into = x[start : start + rows], out[start : start + rows]
-        if halfway is None or not kernels.scaled_by_rms(piece, gamma, eps, halfway=halfway, out=into):
-            into.copy_(RECIPES[recipe](piece, gamma, beta, eps))
+        out[start : start + rows] = RECIPES[recipe](x[start : start + rows], gamma, beta, eps)
     return out
 
 

@@ -21,7 +21,7 @@ from normgeo.kernels.fallback import BINS, ENERGY_UNIT, UNIT, Histogram, Sums
 
 __all__ = [
     "BINS", "ENERGY_UNIT", "UNIT", "Histogram", "Status", "Sums", "gather", "moments", "on_cuda", "precise", "project",
-    "scaled_by_rms", "status", "tally",
+    "status", "tally",
 ]  # fmt: skip
 
 NOTHING = 1e-12
@@ -111,38 +111,6 @@ def gather(
         cpu.loaded().gather(x if x.stride(1) == 1 else x.contiguous(), index, scalars, centered, out)
     else:
         fallback.gather(x, index, scalars, centered, out)
-
-
-def scaled_by_rms(
-    x: Float[Tensor, "rows d"], gamma: Float[Tensor, " d"] | None, eps: float, *, halfway: bool,
-    out: Float[Tensor, "rows d"],
-) -> bool:  # fmt: skip
-    """RMSNorm as its usual modules round it: (x * rsqrt(mean(x^2) + eps)) * gamma, each step in float32.
-
-    The mean is torch's own; what is left is rounded once a step and so the same to the last bit wherever it is done.
-
-    Args:
-        x: the rows, which fit into a processor's cache.
-        gamma: of the dtype of x, or float32, or None.
-        eps: what is added to the mean square.
-        halfway: round to the dtype of x before gamma as well.
-        out: where to put it, contiguous and of the dtype of x.
-
-    Returns:
-        Whether it is done; not without a compiled kernel, for float64 or another gamma, nor where a row has no finite
-        rms, for there is more than one NaN.
-    """
-    suits = gamma is None or gamma.dtype in (x.dtype, torch.float32)
-    if not _compiled(x) or x.dtype is torch.float64 or not suits or x.stride(1) != 1:
-        return False
-    squares = torch.empty(x.shape, dtype=torch.float32)
-    cpu.loaded().squares(x, squares)
-    scale = squares.mean(-1).add_(eps).rsqrt_()
-    least, most = scale.aminmax()
-    if not (least > 0 and most < torch.inf):
-        return False
-    cpu.loaded().scale(x, scale, None if gamma is None else gamma.contiguous(), halfway, out)
-    return True
 
 
 def moments(cosines: Float[Tensor, "slots rows k"]) -> Float[Tensor, "slots three k"]:

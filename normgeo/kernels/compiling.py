@@ -51,10 +51,10 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     return path
 
 
-def function(source: Path, name: str, result: Any, *arguments: Any) -> Any:
-    """A function of a source that needs no flags, with these types of ctypes; None where it cannot be built."""
+def function(source: Path, name: str, result: Any, *arguments: Any, flags: Sequence[str] = ()) -> Any:
+    """A function of a source that needs no headers, with these types of ctypes; None where it cannot be built."""
     try:
-        found = getattr(ctypes.CDLL(str(compiled(source))), name)
+        found = getattr(ctypes.CDLL(str(compiled(source, flags))), name)
     except (OSError, RuntimeError):
         return None
     found.restype, found.argtypes = result, arguments

@@ -48,22 +48,6 @@ class Library:
             scalars.stride(0), centered, out.data_ptr(), self.parallel,
         )  # fmt: skip
 
-    def squares(self, x: Tensor, out: Tensor) -> None:
-        """Fill out [rows, d], float32, with the squares of x [rows, d] with adjacent elements."""
-        assert self.functions is not None
-        self.functions.normgeo_squares(
-            x.data_ptr(), DTYPES[x.dtype], *x.shape, x.stride(0), out.data_ptr(), self.parallel
-        )
-
-    def scale(self, x: Tensor, scale: Tensor, gamma: Tensor | None, halfway: bool, out: Tensor) -> None:
-        """Fill out [rows, d] with x * scale [rows] * gamma [d], if `halfway` rounded between; see `rebuild`."""
-        assert self.functions is not None
-        weight, wide = (gamma.data_ptr(), gamma.dtype is torch.float32) if gamma is not None else (None, False)
-        self.functions.normgeo_scale(
-            x.data_ptr(), DTYPES[x.dtype], *x.shape, x.stride(0), scale.data_ptr(), weight, wide, halfway,
-            out.data_ptr(), self.parallel,
-        )  # fmt: skip
-
     def moments(self, cosines: Tensor, out: Tensor) -> None:
         """Fill out [slots, 3, k] with the moments of cosines [slots, rows, k], both contiguous."""
         assert self.functions is not None
@@ -111,8 +95,6 @@ def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in (
         ("project", [pointer, *[number] * 4, pointer, pointer, number, number, pointer]),
         ("gather", [pointer, *[number] * 4, pointer, pointer, number, number, pointer, pointer]),
-        ("squares", [pointer, *[number] * 4, pointer, pointer]),
-        ("scale", [pointer, *[number] * 4, pointer, pointer, number, number, pointer, pointer]),
         ("moments", [pointer, *[number] * 3, pointer, pointer]),
         ("tally", [*[pointer] * 4, *[number] * 3, pointer, number, *[pointer] * 5]),
     ):

@@ -1,6 +1,6 @@
 // One pass over hidden states: norms and projections accumulated in float64; rows gathered for the null ensemble, and
-// the moments of its angles; what is added up of the named directions' angles; and the steps of an RMSNorm that is
-// rebuilt. A plain C interface, called through ctypes; threads are torch's own (`torch_parallel_for`).
+// the moments of its angles; and what is added up of the named directions' angles. A plain C interface, called through
+// ctypes; threads are torch's own (`torch_parallel_for`).
 //
 // Vectors are the compilers' own (GCC, Clang), so that sums are vectorized without -ffast-math: not a number stays not
 // a number, and every row is summed in the same order wherever it lies.
@@ -133,44 +133,6 @@ void gather_row(const T* x, int64_t d, double length, double mean, float* out) {
         const Lanes v = halved((load_some(x + j, d - j) - mean) * scale);
         std::memcpy(out + j, &v, (d - j) * sizeof(float));
     }
-}
-
-// out = x * scale, row by row, rounded to x's dtype first if `halfway`, and times gamma: never more than one operation
-// between two roundings, so that it is torch's own to the last bit.
-template <class T, class W>
-void scale_row(const T* x, int64_t d, float scale, const W* gamma, bool halfway, T* out) {
-    typedef Of<16>::Floats Floats;
-    auto some = [&](const T* from, const W* weight, T* to) {
-        Floats v = widen<16>(from) * scale;
-        if (halfway) {
-            narrow<16>(v, to);
-            v = widen<16>(to);
-        }
-        narrow<16>(weight ? v * widen<16>(weight) : v, to);
-    };
-    int64_t j = 0;
-    for (; j + 16 <= d; j += 16) some(x + j, gamma ? gamma + j : nullptr, out + j);
-    if (j == d) return;
-    T from[16] = {}, to[16];
-    W weight[16] = {};
-    std::memcpy(from, x + j, (d - j) * sizeof(T));
-    if (gamma) std::memcpy(weight, gamma + j, (d - j) * sizeof(W));
-    some(from, gamma ? weight : nullptr, to);
-    std::memcpy(out + j, to, (d - j) * sizeof(T));
-}
-
-template <class T>
-void square_row(const T* x, int64_t d, float* out) {
-    int64_t j = 0;
-    for (; j + 16 <= d; j += 16) {
-        const Of<16>::Floats v = widen<16>(x + j);
-        narrow<16>(v * v, out + j);
-    }
-    if (j == d) return;
-    T from[16] = {};
-    std::memcpy(from, x + j, (d - j) * sizeof(T));
-    const Of<16>::Floats v = widen<16>(from), square = v * v;
-    std::memcpy(out + j, &square, (d - j) * sizeof(float));
 }
 
 constexpr int64_t COLUMNS = 64;
@@ -311,31 +273,6 @@ bool normgeo_gather(const void* x, int64_t dtype, int64_t n, int64_t d, int64_t 
                 gather_row(p + row * stride, d, length, mean, out + i * d);
             }
         });
-    });
-}
-
-// out[row] = float32 squares of x's rows, not of float64.
-bool normgeo_squares(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_t stride, float* out,
-                     void* parallel) {
-    return narrow_typed(dtype, x, [&](auto* p) {
-        spread(parallel, rows, grain(d), [&](int64_t a, int64_t b) {
-            for (int64_t i = a; i < b; i++) square_row(p + i * stride, d, out + i * d);
-        });
-    });
-}
-
-// out[row] = x's row times scale[row] and gamma, which is of x's dtype, or float32 if `wide`, or null; not of float64.
-bool normgeo_scale(const void* x, int64_t dtype, int64_t rows, int64_t d, int64_t stride, const float* scale,
-                   const void* gamma, int64_t wide, int64_t halfway, void* out, void* parallel) {
-    return narrow_typed(dtype, x, [&](auto* p) {
-        typedef std::remove_const_t<std::remove_pointer_t<decltype(p)>> T;
-        auto all = [&](auto* weight) {
-            spread(parallel, rows, grain(d), [&](int64_t a, int64_t b) {
-                for (int64_t i = a; i < b; i++)
-                    scale_row(p + i * stride, d, scale[i], weight, halfway != 0, static_cast<T*>(out) + i * d);
-            });
-        };
-        wide ? all(static_cast<const float*>(gamma)) : all(static_cast<const T*>(gamma));
     });
 }
 
