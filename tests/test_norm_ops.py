@@ -344,9 +344,9 @@ with torch.no_grad():
 FIRST = {
     "a conversion": "normgeo.convert(normgeo.load_model('embedded-layernorm'))",
     "another default": "torch.set_default_dtype(torch.bfloat16); norm(x)",
-    "what is watched": "exec('with FlopCounterMode(display=False): norm(x)')",
-    "what is transformed": "torch.func.vmap(norm)(x)",
-    "another device": "torch.set_default_device('meta'); norm(x)",
+    "what is watched": "exec('with FlopCounterMode(display=False): norm_ops.loaded()')",
+    "what is transformed": "torch.func.vmap(lambda row: row if norm_ops.loaded() else row)(x)",
+    "another device": "torch.set_default_device('meta'); norm_ops.loaded()",
     "training": "norm(x).sum().backward()",
 }
 

@@ -60,15 +60,24 @@ _loading = threading.Lock()
 
 
 def loaded() -> Operators:
-    """Register the operators with torch, building them first if need be. Never raises; a failed build says why once."""
+    """Register the operators with torch, building them first if need be. A failed build says why once, as a warning."""
+    if _loaded is not None:
+        return _loaded
+    with ThreadPoolExecutor(1) as alone:  # a thread in which nothing is traced, transformed or watched
+        new, found = alone.submit(_load_once).result()
+    if new and not found.compiled and os.environ.get("NORMGEO_KERNELS") != "0":
+        warnings.warn(f"normgeo computes norms in torch, which is slower: {found.reason}", stacklevel=2)
+    return found
+
+
+def _load_once() -> tuple[bool, Operators]:
+    """The operators, and whether they are new; kept here, for who waits for them may be interrupted."""
     global _loaded
     with _loading:
-        if _loaded is None:
-            with ThreadPoolExecutor(1) as alone:  # a thread in which nothing is traced, transformed or watched
-                _loaded = alone.submit(_load).result()
-            if not _loaded.compiled and os.environ.get("NORMGEO_KERNELS") != "0":
-                warnings.warn(f"normgeo computes norms in torch, which is slower: {_loaded.reason}", stacklevel=2)
-    return _loaded
+        if _loaded is not None:
+            return False, _loaded
+        _loaded = _load()
+        return True, _loaded
 
 
 def _load() -> Operators:
@@ -109,6 +118,8 @@ def by_operators(path: str) -> Operators:
         *numbers, over = options
         if not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
+        if (residual.is_inference() or x.is_inference()) and not torch.is_inference_mode_enabled():
+            return None  # they may not be written over
         x = x.contiguous()
         out = x if over else torch.empty_like(residual)
         increment_version([residual, out])

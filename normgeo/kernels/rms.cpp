@@ -1,8 +1,9 @@
 // RMSNorm to the last bit as torch gives it in steps, called through ctypes: the mean of squares is summed in torch's own
 // order, and every other step is rounded for itself. Built without contraction into fused multiplications and additions.
 
+#define KEEP_SUBNORMALS
+
 #include <atomic>
-#include <type_traits>
 
 #include "lanes.h"
 #include "spread.h"

@@ -23,6 +23,7 @@ __all__ = ["loaded", "scaled_by_rms"]
 SOURCE = Path(__file__).with_name("rms.cpp")
 LANES = (8, 16, 4)
 NARROWEST, WIDEST = 16, 1 << 15  # numbers a row; torch sums fewer, and a single row of more, in yet another order
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 TRIED = (16, 31, 64, 100, 576, 2049, 4096, 20000)
 
 
@@ -40,13 +41,16 @@ def scaled_by_rms(
         out: where to put it, contiguous and of the dtype of x.
 
     Returns:
-        Whether it is done; not without a compiled kernel, for float64 or another gamma, nor where a row has no finite
-        rms, for there is more than one NaN.
+        Whether it is done; not without a compiled kernel, for float64, another gamma, very short, long or strided rows,
+        nor where gamma or a row's rms is not finite, for there is more than one NaN.
     """
-    suits = gamma is None or gamma.dtype in (x.dtype, torch.float32)
-    dtype = cpu.DTYPES.get(x.dtype, 3)
-    if not x.is_cpu or dtype == 3 or not suits or x.stride(1) != 1 or not NARROWEST <= x.shape[1] < WIDEST:
+    d = x.shape[1]
+    if not x.is_cpu or x.dtype not in DTYPES or x.stride(1) != 1 or not NARROWEST <= d < WIDEST:
         return False
+    if gamma is not None:
+        suits = gamma.dtype in (x.dtype, torch.float32) and gamma.shape == (d,) and gamma.is_cpu
+        if not suits or not bool(gamma.isfinite().all()):
+            return False
     return (found := loaded()) is not None and _call(*found, x, gamma, eps, halfway, out)
 
 
