@@ -84,11 +84,13 @@ def _load() -> Operators:
     home = Path(torch.__file__).parent
     flags = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", f"-DTORCH={torch.__version__}")
     try:
-        path = compiled(SOURCE, flags)
+        with ThreadPoolExecutor(1) as other:  # each takes a while to be built
+            directly = other.submit(_directly, flags)
+            path = compiled(SOURCE, flags)
         torch.ops.load_library(path)
         torch.library.register_fake("normgeo::norm", _like_first)
         torch.library.register_fake("normgeo::add_norm_", _nothing)
-        return _directly(flags) or _checked(by_operators(str(path)))
+        return directly.result() or _checked(by_operators(str(path)))
     except (OSError, RuntimeError) as error:
         return NONE._replace(reason=str(error))
 
