@@ -10,9 +10,13 @@ os.environ.update(
     MPLBACKEND="Agg",
 )  # fmt: skip
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU then
+
 import numpy as np
 import pytest
-import torch
 import zoo
 from hypothesis import settings
 

@@ -9,13 +9,14 @@ With v the input, s its sum where it is CRMSNorm's and 0 otherwise, and D what t
 A row is read once and stays in registers; sums are in float32. Short rows go several to a program.
 """
 
-# Triton comes with torch for CUDA, and is not there without
+# Triton comes with torch for CUDA, and is not there without; it wants its functions bare, and checkers of types under
+# test leave alone what is marked no_type_check
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -29,6 +30,7 @@ PROGRAMS = 8  # a multiprocessor, in the backward pass
 
 
 @triton.jit
+@no_type_check
 def _forward(
     x_at, more_at, weight_at, bias_at, out_at, scale_at, rows, d, divisor, eps, offset,
     KIND: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr,
@@ -61,6 +63,7 @@ def _forward(
 
 
 @triton.jit
+@no_type_check
 def _backward(
     x_at, weight_at, scale_at, dz_at, dx_at, dweight_at, dbias_at, rows, d, divisor, offset, steps,
     KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -95,11 +98,11 @@ def _backward(
         tl.store(dbias_at + program * d + column, dbeta, mask=inside)
 
 
-def _plan(d: int) -> dict[str, int]:
-    """How a row is laid out: its block, rows a program, and warps."""
-    block = triton.next_power_of_2(d)
+def _plan(d: int, kept: int = 1) -> dict[str, int]:
+    """How a row is laid out: its block, rows a program, and as many warps as hold `kept` tiles in their registers."""
+    block = 1 << (d - 1).bit_length()
     rows = max(1, TILE // block)
-    return {"BLOCK": block, "ROWS": rows, "num_warps": min(16, max(4, rows * block // 1024))}
+    return {"BLOCK": block, "ROWS": rows, "num_warps": min(32, max(4, kept * rows * block // 1024))}
 
 
 def _launch(
@@ -110,7 +113,7 @@ def _launch(
     rows, plan = x.numel() // d, _plan(d)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
     with _device(x):
-        _forward[(triton.cdiv(rows, plan["ROWS"]),)](
+        _forward[(_ceil(rows, plan["ROWS"]),)](
             x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
             WEIGHT=weight is not None, BIAS=bias is not None, SAVE=save, **plan,
         )  # fmt: skip
@@ -135,10 +138,10 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         dz, d = grads[0].contiguous(), x.shape[-1]
-        rows, plan, dx = x.numel() // d, _plan(d), torch.empty_like(x)
-        blocks = triton.cdiv(rows, plan["ROWS"])
-        steps = triton.cdiv(blocks, _multiprocessors(x) * PROGRAMS)
-        programs = triton.cdiv(blocks, steps)
+        rows, plan, dx = x.numel() // d, _plan(d, kept=2), torch.empty_like(x)
+        blocks = _ceil(rows, plan["ROWS"])
+        steps = _ceil(blocks, _multiprocessors(x) * PROGRAMS)
+        programs = _ceil(blocks, steps)
         partial = lambda wanted: torch.empty((programs, d), device=x.device) if wanted else None  # noqa: E731
         dweight, dbias = partial(weight is not None), partial(ctx.bias)
         with _device(x):
@@ -150,6 +153,10 @@ class _Norm(torch.autograd.Function):
             None if p is None else p.sum(0).to(x.dtype if weight is None else weight.dtype) for p in (dweight, dbias)
         ]
         return dx, *total, None, None, None
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _device(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,0 +1,65 @@
+"""Builds the kernels in Triton for a GPU of compute capability argv[1], which need not be there, and prints one line a
+kernel: its name, the row's length, and how many bytes of a thread's did not fit its registers.
+
+The kernels are called as the project calls them, on tensors without memory; only the launch is left out. A program of
+its own, since Triton's interpreter, which other tests use, replaces the compiler for a whole process.
+"""
+
+import re
+import subprocess
+import sys
+
+import torch
+import triton
+from jaxtyping import install_import_hook
+from triton.backends.compiler import GPUTarget
+
+
+class Absent:
+    """What Triton asks of a GPU's driver before it builds."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+
+def spilled(kernel, path="kernel.cubin"):
+    with open(path, "wb") as file:
+        file.write(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def only_built(kernel, d):
+    def run(*args, grid, warmup, run=kernel.run, **options):
+        built = run(*args, grid=grid, warmup=True, **options)
+        print(kernel.__name__, d[0], spilled(built))
+
+    kernel.run = run
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Absent())
+    with install_import_hook("normgeo", "beartype.beartype"):  # as under test, where every function is wrapped
+        from normgeo.kernels import triton_norms as norms
+        from normgeo.kernels import triton_project as projections
+    d = [0]
+    for kernel in (norms._forward, norms._backward, projections._project):
+        only_built(kernel, d)
+    on = {"device": "meta"}
+    for d[0], dtype, kind in [(64, torch.float16, 1), (1000, torch.float32, 2), (4096, torch.bfloat16, 3),
+                              (8192, torch.float32, 1), (16384, torch.bfloat16, 1)]:  # fmt: skip
+        x = torch.empty(3, 5, d[0], dtype=dtype, requires_grad=True, **on)
+        weight = torch.empty(d[0], dtype=dtype, requires_grad=True, **on)
+        norms.norm(x, weight, weight, 1e-6, 0.0, kind).sum().backward()
+        with torch.no_grad():
+            norms.norm(x, None, None, 1e-6, 0.0, kind)
+            norms.add_norm_(x, x, x, weight, None, 1e-6, 1.0, kind)
+            units = torch.empty(3, d[0], dtype=torch.float64, **on)
+            projections.project(x[0], units, d[0] > 64, torch.empty(5, 5, dtype=torch.float64, **on))
