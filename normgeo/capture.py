@@ -161,7 +161,7 @@ def _capture(
         if ranks.rank:
             held.enter_context(storage.writing(run))
         try:
-            _write(config, job, plan.layout, storage, ranks.share(missing), progress and not ranks.rank)
+            _write(config, job, plan, storage, ranks.share(missing), progress and not ranks.rank)
             ranks.done("written")
             return None if ranks.rank else _finished(config, job, storage, record)
         except NormGeoError:
@@ -279,9 +279,7 @@ def _empty_statistics(config: CaptureConfig, job: Job) -> AngleStatistics:
     )  # fmt: skip
 
 
-def _write(
-    config: CaptureConfig, job: Job, layout: Layout, storage: Storage, rows: Sequence[int], progress: bool
-) -> None:
+def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows: Sequence[int], progress: bool) -> None:
     """Compute and commit rows.
 
     Batches are the same whoever computes them, since matrix products of other shapes have other last bits: one that has
@@ -289,13 +287,14 @@ def _write(
     """
     if not rows:
         return
-    statistics, store = _empty_statistics(config, job), HiddenStateStore(storage).store_id
+    statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage).store_id, plan.layout
+    exact = {i for i, rebuild in enumerate(plan.rebuilds) if rebuild.bit_equal}
     mine = set(rows)
     batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch))
     total = sum(layout.stop(row) - row * layout.chunk for row in rows)
     with (
         progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
-        StoreWriter(storage, store, layout, job.sites, statistics, rows=rows) as writer,
+        StoreWriter(storage, store, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
     ):
         for batch in stream(job.model, job.sites, batches, [writer, statistics]):
             writer.finish(batch)

@@ -33,6 +33,7 @@ from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pi
 from normgeo.progress import progress_bar
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward
+from normgeo.timing import wait_for
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = ["Comparison", "compare", "compare_run", "default_out"]
@@ -201,12 +202,11 @@ def _times(
 
 def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
     """Seconds of one forward pass."""
-    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
-    wait()
+    wait_for(model)
     start = time.perf_counter()
     with torch.inference_mode():
         forward(model, chunk, vocabulary(model))
-    wait()
+    wait_for(model)
     return time.perf_counter() - start
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import RunError
 from normgeo.models import base_model
 from normgeo.stream import forward
+from normgeo.timing import devices, wait_for
 from normgeo.tokens import TokenBatch
 
 __all__ = ["check_space", "cost"]
@@ -34,10 +35,10 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _memory(device: torch.device) -> int:
+def _memory(model: PreTrainedModel) -> int:
     """Bytes needed at most so far; what a measurement needs does not grow with the number of tokens."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if model.device.type == "cuda":
+        return sum(map(torch.cuda.max_memory_allocated, devices(model)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
@@ -50,9 +51,8 @@ def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: 
     for _ in range(2):
         began = time.perf_counter()
         forward(base, probe, int(ids.max()) + 1)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+        wait_for(model)
         seconds = time.perf_counter() - began
     total = 1.1 * seconds * n_tokens / probe.n_tokens
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
-    return f"about {took}, {_memory(model.device) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk"
+    return f"about {took}, {_memory(model) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk"

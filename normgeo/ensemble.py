@@ -29,6 +29,7 @@ __all__ = ["DEGREES", "NullEnsemble"]
 
 DEGREES = 180 / torch.pi
 COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions more often than its speed bears
+ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
 PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
@@ -66,6 +67,7 @@ class NullEnsemble:
         self._packed: dict[int, Ensemble | None] = {}
         self._found: list[tuple[tuple[int, str], Tensor]] = []
         self._rows: dict[tuple, Sequence[Tensor]] = {}
+        self._at: dict[tuple, Tensor] = {}
         self._n_tokens = 0
 
     @property
@@ -103,7 +105,7 @@ class NullEnsemble:
             n = len(index)
             key = (d, n, centered, device)
             if key not in self._chunks:
-                slots = max(1, COLLECTED // (n * d))
+                slots = max(1, (COLLECTED if device.type == "cpu" else ON_A_DEVICE) // (n * d))
                 self._chunks[key] = _Chunk(torch.empty((slots, n, d), dtype=torch.float32, device=device))
             chunk = self._chunks[key]
             kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[len(chunk.sites)])
@@ -173,7 +175,9 @@ class NullEnsemble:
         """Add the moments [slots, 3, K] of these sites to these phases of theirs."""
         sums = moments.to(self.home).double().mul_(self._units).round_()
         pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(sites) for p in phases[slot]]
-        slot, where = torch.tensor(pairs, device=self.home).T
+        if (at := self._at.get(tuple(pairs))) is None:  # the same in every batch; copying it to a device waits
+            at = self._at[tuple(pairs)] = torch.tensor(pairs, device=self.home).T
+        slot, where = at
         self.sums.view(-1, 3, self.k + 1)[..., 1:].index_add_(0, where, sums.index_select(0, slot))
 
     def _directions(self, d: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from normgeo.inference_models import DTYPES, VARIANTS, Bases, available, bases, 
 from normgeo.models import example_inputs, max_context
 from normgeo.norm_timer import NormTimer
 from normgeo.sites import NormSite
-from normgeo.timing import Stopwatch, circumstances, interleaved, synchronize
+from normgeo.timing import Stopwatch, circumstances, interleaved, recorded, synchronize
 
 __all__ = ["COMPILED", "MODES", "PHASES", "Case", "bench_inference", "summary"]
 
@@ -68,7 +68,7 @@ class _Pass:
             self.cache = self()["past_key_values"]
             self.inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": self.cache}
         if case.mode == "graph":
-            self.call = _graph(self)
+            self.call = recorded(self, self.device)
 
     def __call__(self, watch: Callable[..., Any] | None = None) -> Any:
         """What the model gives; `watch` calls it instead, where given."""
@@ -102,22 +102,17 @@ def _plainly(call: Callable[..., Any], **inputs: Any) -> Any:
     return call(**inputs)
 
 
-def _graph(forward: _Pass) -> Callable[..., Any]:
-    """The pass recorded as a CUDA graph, which reads and writes the same memory each time."""
-    with torch.cuda.stream(torch.cuda.Stream(forward.device)):
-        for _ in range(3):
-            forward()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = forward()
-
-    def replay(**_: Any) -> Any:
-        graph.replay()
-        return result
-
-    return replay
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """While inside, float32 is float32 in CUDA's convolutions too."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
+@_full_precision()
 def bench_inference(
     model: PreTrainedModel,
     name: str | None = None,

@@ -71,7 +71,7 @@ def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedM
     if name not in SIZES:
         return load_model(name, dtype=torch.float32, device=device)
     config = SIZES[name]()
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(seed)
         model = (ViTForImageClassification if isinstance(config, ViTConfig) else GPT2LMHeadModel)(config)  # pyright: ignore
         for parameter in model.parameters():

@@ -37,6 +37,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "max_context",
+    "out_of_memory",
     "pick_device",
     "pick_dtype",
     "tokenizer_digest",
@@ -150,9 +151,16 @@ def load_model(
     try:
         return model.to(device)  # pyright: ignore
     except (RuntimeError, AssertionError) as error:
-        if "memory" in str(error).lower():
+        if out_of_memory(error):
             raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the machine, has too little memory; CUDA's illegal accesses speak of memory as well."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        said in str(error).lower() for said in ("out of memory", "allocate memory", "not enough memory")
+    )
 
 
 def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:

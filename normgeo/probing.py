@@ -110,8 +110,9 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _seeded(wanted: bool) -> Iterator[None]:
-    with torch.random.fork_rng(enabled=wanted):
+def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
+    on_cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}  # unless said, every GPU there is
+    with torch.random.fork_rng(on_cuda, enabled=wanted):
         if wanted:
             torch.manual_seed(0)
         yield
@@ -128,7 +129,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
     try:
-        with default_dtype(model.dtype), _seeded(model.training):
+        with default_dtype(model.dtype), _seeded(model, model.training):
             result = model(**inputs, return_dict=True)
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]

@@ -132,11 +132,17 @@ class Ranks:
         """Make this process's GPU the one that `cuda` means.
 
         Raises:
-            NormGeoError: every process would spread a model over all GPUs of its machine.
+            NormGeoError: every process would spread a model over all GPUs of its machine, or there are more processes
+                than GPUs.
         """
         if self.size == 1:
             return
         if device_map is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             raise NormGeoError("--device-map gives a model all GPUs of a machine; start one process on each machine")
         if device in ("auto", "cuda") and torch.cuda.is_available():
+            if self.local >= (there := torch.cuda.device_count()):
+                raise NormGeoError(
+                    f"process {self.local} of this machine has no GPU: there are {there}; start as many processes "
+                    "(--nproc-per-node), or give --device cpu"
+                )
             torch.cuda.set_device(self.local)

@@ -47,6 +47,7 @@ from normgeo.scalars import ScalarWriter, bytes_needed
 from normgeo.sites import NormSite, find_sites
 from normgeo.statistics import AngleStatistics
 from normgeo.stream import check_context, stream
+from normgeo.timing import device_name
 from normgeo.tokens import TokenStream, load_tokens
 
 __all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
@@ -305,7 +306,7 @@ def prepare(config: RunConfig, name: str) -> Job:
         "n_tokens": n_tokens,
         "bos": bos,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
         "sites": [asdict(site) for site in sites],
     }
     at_once = config.batch * tokens.context

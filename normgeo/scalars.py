@@ -52,6 +52,14 @@ def _quantities(phase: str) -> tuple[str, ...]:
     return tuple(q for q in QUANTITIES if phase != "standardized" or q != "uniform")
 
 
+def _on_cpu(rows: list[Tensor]) -> list[Tensor]:
+    """The same in the computer's memory, from a device at once: every copy is waited for."""
+    if all(row.is_cpu for row in rows):
+        return rows
+    flat = torch.cat([row.flatten() for row in rows]).cpu()
+    return [part.view_as(row) for part, row in zip(flat.split([row.numel() for row in rows]), rows, strict=True)]
+
+
 class ScalarWriter:
     """Collects the scalars of a block of tokens and writes them as whole chunks.
 
@@ -88,8 +96,8 @@ class ScalarWriter:
         rows = []
         for i, phase in self._kept:
             norm, degrees = statistics.scalars[i, phase]
-            rows.append(torch.stack([norm, *degrees[phase == "standardized" :]], 1).cpu())
-        self._parts.append((batch, rows))
+            rows.append(torch.stack([norm, *degrees[phase == "standardized" :]], 1))
+        self._parts.append((batch, _on_cpu(rows)))
 
     def flush(self) -> None:
         """Write what was collected since the last flush.

@@ -114,7 +114,7 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         qk: also return the norms on the heads of queries and keys.
 
     Raises:
-        ModelError: no input could be made, the forward pass failed, or there is no norm in the model.
+        ModelError: no input could be made, the forward pass failed, there is no norm, or a device map offloaded one.
     """
     inputs = example_inputs(model) if inputs is None else inputs
     trace = _traced(model, inputs)
@@ -124,6 +124,9 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     for call in sorted((c for c in trace.calls if c.leaf), key=lambda c: c.began):
         if not _could_be_a_norm(call, modules[call.name]):
             continue
+        if any(parameter.is_meta for parameter in modules[call.name].parameters()):
+            hint = "the model does not fit on the GPUs: give more of them, or a smaller --dtype"
+            raise ModelError(f"{call.name} was left on the CPU or the disk, where it is not measured; {hint}")
         if call.name not in verdicts:
             verdicts[call.name] = _behaviour(modules[call.name], call.inputs[0].shape)
         if (behaviour := verdicts[call.name]) is not None:
@@ -211,7 +214,7 @@ def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
         and out.ndim >= 2
         and out.shape[-1] > 1
         and out.numel() > 0
-        and all(p.numel() <= call.inputs[0].numel() and p.device.type != "meta" for p in module.parameters())
+        and all(p.numel() <= call.inputs[0].numel() for p in module.parameters())
     )
 
 

@@ -241,9 +241,9 @@ class AngleStatistics:
             for name, value in self.state.items()
             if name != "histogram"
         }
-        flat = self.state["histogram"].view(-1).cpu()
-        out["histogram_bins"] = flat.nonzero()[:, 0]
-        out["histogram_counts"] = flat[out["histogram_bins"]]
+        flat = self.state["histogram"].view(-1)
+        bins = flat.nonzero()[:, 0]  # few, found where they are
+        out["histogram_bins"], out["histogram_counts"] = bins.cpu(), flat[bins].cpu()
         return out
 
     def add_state_dict(self, saved: dict[str, Tensor], sites: range | None = None) -> None:

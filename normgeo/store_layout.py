@@ -182,7 +182,7 @@ class Commit:
         row: which row.
         start, stop: its tokens.
         chunks: size in bytes and crc32c of every chunk's numbers, by array.
-        post: crc32c of what came out of each norm, by site, where that is not stored.
+        post: crc32c of what came out of each norm, by site, where that is not stored but rebuilt to the last bit.
         state: sha256 of its statistics.
     """
 

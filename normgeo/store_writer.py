@@ -122,8 +122,9 @@ class _Buffers:
             if self.out + self._kept > self.limit:  # those of other sizes are in the way
                 self._free.clear()
                 self._kept = 0
-        room = torch.empty(n + BLOCK, dtype=torch.uint8, pin_memory=pinned)
-        return room[-room.data_ptr() % BLOCK :][:n]
+        spare = 0 if pinned else BLOCK  # pinned memory begins with a page, and is twice what is over a power of two
+        room = torch.empty(n + spare, dtype=torch.uint8, pin_memory=pinned)
+        return room[-room.data_ptr() % BLOCK if spare else 0 :][:n]
 
     def give(self, buffer: Tensor, pinned: bool) -> None:
         """Have it back."""
@@ -154,13 +155,16 @@ class StoreWriter:
         sites: the sites, in the order of the stream's indices.
         statistics: committed with every row, and then begun anew.
         rows: to write; None for all.
+        exact: sites whose outputs, where they are not stored, are rebuilt to the last bit: checksums of them are kept
+            to see that they are. None for all.
         waiting_bytes: at most so many bytes wait to be written.
         threads: that write; as many as suit the storage, unless said.
     """
 
     def __init__(
         self, storage: Storage, store: str, layout: Layout, sites: Sequence[NormSite], statistics: AngleStatistics, *,
-        rows: Collection[int] | None = None, waiting_bytes: int = WAITING_BYTES, threads: int | None = None,
+        rows: Collection[int] | None = None, exact: Collection[int] | None = None,
+        waiting_bytes: int = WAITING_BYTES, threads: int | None = None,
     ) -> None:  # fmt: skip
         self.storage, self.store, self.layout, self.sites = storage, store, layout, list(sites)
         self.statistics, self.rows = statistics, range(layout.rows) if rows is None else frozenset(rows)
@@ -168,12 +172,13 @@ class StoreWriter:
         self._chunks = {(spec.site, spec.phase): make(spec, storage) for spec in layout.arrays}
         self._only_checked: set[tuple[int, str]] = set()
         for site, phase in [key for key in self._chunks if key[1] == "pre"]:
-            if (site, "post") not in self._chunks:
+            if (site, "post") not in self._chunks and (exact is None or site in exact):
                 self._chunks[site, "post"] = make(self._chunks[site, phase].spec, None)
                 self._only_checked.add((site, "post"))
         self._done: dict[int, dict[tuple[int, str], tuple[int, int]]] = defaultdict(dict)
         self._changed, self._failure = threading.Condition(), None
         self._buffers = _Buffers(waiting_bytes)
+        self._aside: dict[torch.device, torch.cuda.Stream] = {}
         self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads or storage.threads)]
         self._jobs_of = dict(zip(self._chunks, itertools.cycle(self._jobs), strict=False))
         self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -228,12 +233,7 @@ class StoreWriter:
         if not cuts:
             return
         if values.device.type != "cpu":
-            on_cuda = values.device.type == "cuda"
-            buffer = self._buffers.take(nbytes, on_cuda)
-            buffer.view(values.dtype).view(values.shape).copy_(values, non_blocking=on_cuda)
-            event = torch.cuda.Event() if on_cuda else None
-            if event is not None:
-                event.record(torch.cuda.current_stream(values.device))
+            buffer, event = self._fetched(values)
             self._jobs_of[key].put((key, cuts, buffer, None, event))
             return
         parts, values = [part for *_, part in cuts], values.contiguous()
@@ -242,6 +242,25 @@ class StoreWriter:
             return
         buffer = self._buffers.take(nbytes, pinned=False)
         self._jobs_of[key].put((key, cuts, buffer, copied(values, buffer, parts), None))
+
+    def _fetched(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy of a device's on the CPU; from CUDA on its way there, while the model computes on, until the event."""
+        on_cuda = values.device.type == "cuda"
+        buffer = self._buffers.take(values.nbytes, on_cuda)
+        room = buffer.view(values.dtype).view(values.shape)
+        if not on_cuda:
+            room.copy_(values)
+            return buffer, None
+        mine = values.clone(memory_format=torch.contiguous_format)  # a model may write over its own
+        if (aside := self._aside.get(values.device)) is None:
+            aside = self._aside[values.device] = torch.cuda.Stream(values.device)
+        aside.wait_stream(torch.cuda.current_stream(values.device))
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        with torch.cuda.stream(aside):
+            room.copy_(mine, non_blocking=True)
+            event.record(aside)
+        mine.record_stream(aside)
+        return buffer, event
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -258,6 +277,7 @@ class StoreWriter:
     ) -> None:  # fmt: skip
         try:
             if event is not None:
+                torch.cuda.set_device(event.device)  # a thread's own is the first, which may be another process's
                 event.synchronize()
             if self._failure is None:
                 if crcs is None:

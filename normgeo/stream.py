@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
-from normgeo.models import base_model, max_context
+from normgeo.models import base_model, max_context, out_of_memory
 from normgeo.sites import NormSite, evaluating
 from normgeo.timing import memory_kept
 from normgeo.tokens import TokenBatch
@@ -112,6 +112,20 @@ def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedMode
     return base if all(id(modules[site.name]) in inside for site in sites) else model
 
 
+@contextmanager
+def _memory_explained(model: PreTrainedModel, batch: TokenBatch) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        rows, context = batch.ids.shape
+        raise ModelError(
+            f"out of memory on {model.device} with {rows} contexts of {context} tokens at once; give a smaller --batch "
+            f"(try {max(1, rows // 2)}) or --context"
+        ) from error
+
+
 def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
     """Run a model on a batch of token ids, without a cache; gives what the model returns.
 
@@ -124,21 +138,13 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
             f"token id {batch.ids.max()} is beyond the model's vocabulary of {vocabulary}: these ids come from another "
             "tokenizer"
         )
-    ids = torch.from_numpy(batch.ids).to(model.device)
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    if "decoder_input_ids" in accepted:
-        options["decoder_input_ids"] = ids
-    try:
+    with _memory_explained(model, batch):
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        if "decoder_input_ids" in accepted:
+            options["decoder_input_ids"] = ids
         return model(input_ids=ids, **options)
-    except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "memory" in str(error).lower():
-            rows = batch.ids.shape[0]
-            raise ModelError(
-                f"out of memory on {model.device} with {rows} contexts of {batch.ids.shape[1]} tokens at once; give a "
-                f"smaller --batch (try {max(1, rows // 2)}) or --context"
-            ) from error
-        raise
 
 
 def stream(
@@ -157,7 +163,7 @@ def stream(
     local = [_renamed(site, prefix) for site in sites]
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
-            with torch.inference_mode():  # not around the yield: it would be on in the caller's code as well
+            with torch.inference_mode(), _memory_explained(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
                 forward(runner, batch, vocabulary)

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
-__all__ = ["Stopwatch", "circumstances", "device_name", "interleaved", "memory_kept", "synchronize"]
+__all__ = [
+    "Stopwatch", "circumstances", "device_name", "devices", "interleaved", "memory_kept", "recorded", "synchronize",
+    "wait_for",
+]  # fmt: skip
 
 LEAST = 3
 """Rounds that are timed however little time there is: fewer have no quartiles."""
@@ -53,6 +57,40 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def devices(model: nn.Module) -> set[torch.device]:
+    """What a model is on: as many as a device map gave it."""
+    return {parameter.device for parameter in model.parameters()}
+
+
+def wait_for(model: nn.Module) -> None:
+    """Wait until every device that a model is on has done what it was given."""
+    for device in devices(model):
+        synchronize(device)
+
+
+def recorded(function: Callable[[], Any], device: torch.device) -> Callable[..., Any]:
+    """The work of a function as a CUDA graph, whose launch costs the same however many kernels it has.
+
+    It reads and writes the same memory each time, and gives what the function gave.
+    """
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = function()
+
+    def replay(**_: Any) -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def device_name(device: torch.device) -> str:
@@ -94,17 +132,17 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._total = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and give what it returns."""
-        if self._cuda:
+        if self._device.type == "cuda":
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
+            began.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
             result = function(*args, **kwargs)
-            ended.record()
+            ended.record(torch.cuda.current_stream(self._device))
             self._events.append((began, ended))
             return result
         start = time.perf_counter()

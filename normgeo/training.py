@@ -62,6 +62,8 @@ def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accele
         )
     except ValueError as error:
         raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
+    if device != "auto" and accelerator.device.type != device:
+        raise NormGeoError(f"this process trains on {accelerator.device} already; train on {device} in another one")
     parts = accelerator.num_processes * recipe.accumulate
     if recipe.batch % parts:
         raise NormGeoError(

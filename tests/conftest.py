@@ -24,6 +24,14 @@ settings.register_profile("normgeo", deadline=None, derandomize=True, database=N
 settings.load_profile("normgeo")
 
 
+@pytest.fixture(autouse=True)
+def no_gpu_unless_asked_for(request, monkeypatch):
+    """`auto` is the CPU in tests that are not of a GPU, wherever they run, and in the processes that they start."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Tensors are tiny: threads only wait for each other, on a busy machine for 50 times as long."""

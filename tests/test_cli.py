@@ -102,13 +102,14 @@ def test_a_centered_model_is_called_one(normgeo):
     assert "centered is already centered" in out
 
 
-def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch):
+@pytest.mark.parametrize("where", ["transformers.GPT2Model.forward", "normgeo.statistics.AngleStatistics.end"])
+def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
     name, sites = saved("gpt2"), find_sites(tiny("gpt2"))
 
     def full(*args, **kwargs):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("transformers.GPT2Model.forward", full)
+    monkeypatch.setattr(where, full)
     monkeypatch.setattr("normgeo.runs.find_sites", lambda model, qk: sites)
     status, _, err = normgeo("angles", name, "--data", "ids.npy")
     assert status == 1

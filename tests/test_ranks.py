@@ -126,6 +126,14 @@ def test_a_model_over_all_gpus_needs_a_machine_of_its_own(monkeypatch):
         Ranks(1, 2, 1, HashStore()).take_gpu("auto", "auto")
 
 
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(NormGeoError, match="process 1 of this machine has no GPU: there are 1;"):
+        Ranks(1, 2, 1, HashStore()).take_gpu("auto", None)
+    Ranks(1, 2, 1, HashStore()).take_gpu("cpu", None)
+
+
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 

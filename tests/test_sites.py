@@ -1,5 +1,6 @@
 from collections import Counter
 
+import accelerate
 import pytest
 import torch
 import zoo
@@ -238,6 +239,13 @@ def test_a_failing_forward_says_so_and_leaves_no_hook_behind():
         find_sites(model)
     assert hooks(model) == 0
     assert model.training
+
+
+def test_offloaded_norms_are_refused_and_not_left_out():
+    model = zoo.tiny("llama")
+    accelerate.cpu_offload(model.model.layers[1], torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"layers.1.input_layernorm was left on the CPU or the disk.* more of them"):
+        find_sites(model)
 
 
 def test_training_mode_of_every_module_is_restored():

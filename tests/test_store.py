@@ -1,5 +1,7 @@
 """The store of hidden states: what is in it, and that the angles of it are those of the model."""
 
+from dataclasses import replace
+
 import numpy as np
 import oracle
 import pandas as pd
@@ -94,6 +96,24 @@ def test_what_is_rebuilt_only_to_rounding_is_said(copy):
     angles_from_store(copy, null=4, announce=lines.append, progress=False)
     assert "at 1 of 5 sites are the model's to rounding" in lines[0]
     assert any("gain/c.0 is damaged" in line for line in verify(copy)[1])
+
+
+def test_no_checksums_are_kept_of_outputs_that_are_not_rebuilt_exactly(home, tmp_path, monkeypatch):
+    """As those of a GPU, where all of them would have to be fetched."""
+
+    def found(module, site, *args):
+        return replace(find_rebuild(module, site, *args), bit_equal=site.role == "mlp")
+
+    monkeypatch.setattr("normgeo.capture.find_rebuild", found)
+    said, read = [], []
+    during = start_capture(config(home), tmp_path / "s", announce=said.append, progress=False)
+    kept = {key for commit in HiddenStateStore(tmp_path / "s").commit_log for key in commit.post}
+    assert kept == {site.key for site in HiddenStateStore(tmp_path / "s").sites if site.role == "mlp"}
+    assert "post is rebuilt from pre, to rounding only at 3 sites" in said[0]
+    after = angles_from_store(tmp_path / "s", null=8, announce=read.append, progress=False)
+    assert "at 3 of 5 sites are the model's to rounding" in read[0]
+    pd.testing.assert_frame_equal(after.frame, during.frame, check_exact=True)
+    assert verify(tmp_path / "s")[1] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,11 +11,12 @@ from normgeo import convert, kernels, optimize
 from normgeo.examples import example_inputs
 from normgeo.geometry import Directions
 from normgeo.kernels import fallback, norm_ops
-from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
 from normgeo.probing import outputs_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = {"rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}), "crmsnorm-padded": (CRMSNorm, {"padded": True})}
+NAMES = {"layernorm": (LayerNorm, {}), "rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}),
+         "crmsnorm-padded": (CRMSNorm, {"padded": True})}  # fmt: skip
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 pytestmark = [

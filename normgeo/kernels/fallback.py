@@ -14,6 +14,7 @@ UNIT = 2.0**20  # parts of a degree, of a squared degree and of a norm that sums
 ENERGY_UNIT = 2.0**32
 
 ELEMENTS = 1 << 17  # that are float64 at a time on the CPU, so that they stay in its caches
+ON_A_DEVICE = 1 << 24  # and elsewhere, where a batch's angles at all sites may be more than the model leaves room for
 
 
 class Histogram(NamedTuple):
@@ -85,7 +86,7 @@ def tally(norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogra
     """Fill `out` and add to the histogram. Sums of whole numbers are exact in any order."""
     members = [(group == g).nonzero()[:, 0] for g in range(3)]
     inside = torch.stack([group == g for g in range(3)], 1).double()
-    step = max(1, ELEMENTS // degrees[0].numel()) if degrees.device.type == "cpu" else max(1, len(degrees))
+    step = max(1, (ELEMENTS if degrees.device.type == "cpu" else ON_A_DEVICE) // max(1, degrees[0].numel()))
     for i in range(0, len(degrees), step):
         some = slice(i, i + step)
         here = Histogram(histogram.counts, histogram.sites[some], histogram.phase)

@@ -43,7 +43,7 @@ KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PLAIN = frozenset({Tensor, nn.Parameter})  # whose memory is theirs; in subclasses it may be anywhere
 WIDEST = 16384  # numbers a row, on CUDA
-LAUNCH = 1 << 16  # numbers under which a launch of Triton's costs more than the norm (an estimate)
+LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than it saves over one of torch's (an estimate)
 
 
 class Operators(NamedTuple):
@@ -166,13 +166,18 @@ def takes(x: Tensor) -> bool:
     """Whether there is a kernel for this input as things are: not in float64, nor while it is traced or transformed.
 
     What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it. On a CPU
-    gradients are torch's, and on CUDA a launch from Python costs more than it gains where there is little to do.
+    gradients are torch's.
     """
     if not _plain(x):
         return False
     if x.is_cpu:
         return loaded().compiled
-    return x.is_cuda and x.numel() >= LAUNCH and x.shape[-1] <= WIDEST and on_cuda() is not None
+    return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda() is not None
+
+
+def _pays(x: Tensor, kind: str) -> bool:
+    """Whether a launch from Python costs less than it saves; graphs have none, torch's CRMSNorm is seven of them."""
+    return x.numel() >= LAUNCH or kind.startswith("crmsnorm") or torch.cuda.is_current_stream_capturing()
 
 
 def _plain(x: Tensor) -> bool:
@@ -190,7 +195,7 @@ def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
     if not all(type(p) in PLAIN and p.is_contiguous() and p.numel() == x.shape[-1] for p in given):
         return False
     dtypes = {p.dtype for p in given}
-    return len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32} and all(p.is_cpu is x.is_cpu for p in given)
+    return len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32} and all(p.device == x.device for p in given)
 
 
 def _may_add(residual: Tensor, x: Tensor) -> bool:
@@ -214,7 +219,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
         return None
     if x.is_cpu:
         return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
-    if not takes(x) or not _suit(x, weight, bias):
+    if not takes(x) or not _pays(x, kind) or not _suit(x, weight, bias):
         return None
     return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
 
@@ -231,7 +236,7 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if not takes(residual) or not _may_add(residual, x) or not _suit(residual, weight, bias):
+    if not (takes(residual) and _pays(x, kind) and _may_add(residual, x) and _suit(residual, weight, bias)):
         return None
     x = x.contiguous()
     out = x if over else torch.empty_like(residual)

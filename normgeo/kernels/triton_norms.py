@@ -6,6 +6,8 @@ With v the input, s its sum where it is CRMSNorm's and 0 otherwise, and D what t
     dv = r g - r^3 (g.v) (v + s) / D,       g = gamma dz,
     dgamma = sum over rows of dz r v,       dbeta = sum over rows of dz.
 
+LayerNorm, to compare with, is RMSNorm of v less its mean, and dv is what is left of RMSNorm's without its mean.
+
 A row is read once and stays in registers; sums are in float32. Short rows go several to a program.
 """
 
@@ -46,6 +48,8 @@ def _forward(
         x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
         tl.store(x_at + at, x, mask=there)
     v = x.to(tl.float32)
+    if KIND == 0:
+        v = tl.where(there, v - (tl.sum(v, axis=1) / d)[:, None], 0.0)
     mean_square = tl.sum(v * v, axis=1)
     if KIND >= 2:
         total = tl.sum(v, axis=1)
@@ -81,6 +85,8 @@ def _backward(
         there = (row < rows)[:, None] & inside[None, :]
         at = row.to(tl.int64)[:, None] * d + column[None, :]
         v = tl.load(x_at + at, mask=there, other=0.0).to(tl.float32)
+        if KIND == 0:
+            v = tl.where(there, v - (tl.sum(v, axis=1) / d)[:, None], 0.0)
         dz = tl.load(dz_at + at, mask=there, other=0.0).to(tl.float32)
         scale = tl.load(scale_at + row, mask=row < rows, other=0.0)[:, None]
         g = dz * gamma[None, :]
@@ -89,6 +95,8 @@ def _backward(
             direction = v + tl.sum(v, axis=1)[:, None]
         dot = tl.sum(g * v, axis=1)[:, None]
         dv = scale * g - scale * scale * scale * dot / divisor * direction
+        if KIND == 0:
+            dv -= (tl.sum(dv, axis=1) / d)[:, None]
         tl.store(dx_at + at, dv.to(dx_at.dtype.element_ty), mask=there)
         dgamma += tl.sum(dz * v * scale, axis=0)
         dbeta += tl.sum(dz, axis=0)
