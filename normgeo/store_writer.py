@@ -8,6 +8,7 @@ outside the interpreter's lock.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import queue
@@ -142,6 +143,11 @@ class _Buffers:
             self._changed.notify_all()
 
 
+def _wait_for(event: Any) -> None:
+    torch.cuda.set_device(event.device)  # a thread's own is the first, which may be another process's
+    event.synchronize()
+
+
 class StoreWriter:
     """A sink that writes rows of a store; give it to the stream beside the statistics, `finish` after each batch.
 
@@ -233,8 +239,8 @@ class StoreWriter:
         if not cuts:
             return
         if values.device.type != "cpu":
-            buffer, event = self._fetched(values)
-            self._jobs_of[key].put((key, cuts, buffer, None, event))
+            buffer, arrived = self._fetched(values)
+            self._jobs_of[key].put((key, cuts, buffer, None, arrived))
             return
         parts, values = [part for *_, part in cuts], values.contiguous()
         if key in self._only_checked:
@@ -243,8 +249,8 @@ class StoreWriter:
         buffer = self._buffers.take(nbytes, pinned=False)
         self._jobs_of[key].put((key, cuts, buffer, copied(values, buffer, parts), None))
 
-    def _fetched(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy of a device's on the CPU; from CUDA on its way there, while the model computes on, until the event."""
+    def _fetched(self, values: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
+        """A copy on the CPU; from CUDA it is on its way while the model computes on, and there is what waits for it."""
         on_cuda = values.device.type == "cuda"
         buffer = self._buffers.take(values.nbytes, on_cuda)
         room = buffer.view(values.dtype).view(values.shape)
@@ -260,7 +266,7 @@ class StoreWriter:
             room.copy_(mine, non_blocking=True)
             event.record(aside)
         mine.record_stream(aside)
-        return buffer, event
+        return buffer, functools.partial(_wait_for, event)
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
@@ -273,18 +279,17 @@ class StoreWriter:
 
     def _write(
         self, key: tuple[int, str], cuts: list[Cut], buffer: Tensor, crcs: list[int] | None,
-        event: torch.cuda.Event | None,
+        arrived: Callable[[], Any] | None,
     ) -> None:  # fmt: skip
         try:
-            if event is not None:
-                torch.cuda.set_device(event.device)  # a thread's own is the first, which may be another process's
-                event.synchronize()
+            if arrived is not None:
+                arrived()
             if self._failure is None:
                 if crcs is None:
                     crcs = copied(buffer, None, [part for *_, part in cuts], parallel=False)
                 self._add(key, cuts, buffer.numpy(), crcs)
         finally:
-            self._buffers.give(buffer, event is not None)
+            self._buffers.give(buffer, arrived is not None)
 
     def _add(self, key: tuple[int, str], cuts: list[Cut], raw: np.ndarray | None, crcs: list[int]) -> None:
         for row, n, crc in self._chunks[key].add(cuts, raw, crcs):

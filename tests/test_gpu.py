@@ -1,28 +1,44 @@
-"""The same numbers on a GPU; these run wherever CUDA is."""
+"""The same numbers on a GPU; where there is none, on one that is pretended."""
+
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from pretended import pretended_cuda
+from stores import config
 from zoo import tiny
 
-from normgeo import convert, find_gauge, find_sites, measure_angles
+from normgeo import HiddenStateStore, convert, find_gauge, find_sites, measure_angles, runs
 from normgeo.capture import CaptureConfig, start_capture
-from normgeo.runs import RunConfig
+from normgeo.rebuild import same_bits, standardized
+from normgeo.runs import RunConfig, start_run
+from normgeo.scalars import ScalarStore
 from normgeo.scan import angles_from_store
 from normgeo.store import verify
+from normgeo.store_writer import StoreWriter
+from normgeo.stream import stream
+from normgeo.tokens import TokenStream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+real = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")  # for gradients
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    with nullcontext() if torch.cuda.is_available() else pretended_cuda(monkeypatch):
+        yield
+
+
 IDS = np.random.default_rng(0).integers(3, 96, (12, 32))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bert", "qwen3"])
 def test_angles_on_cuda_are_those_of_the_cpu(name):
     cpu = measure_angles(tiny(name), IDS, null=16, null_every=1, name="m", progress=False).frame
-    gpu = measure_angles(tiny(name).cuda(), IDS, null=16, null_every=1, name="m", progress=False).frame
+    gpu = measure_angles(tiny(name).to("cuda:0"), IDS, null=16, null_every=1, name="m", progress=False).frame
     for column in ("mean_deg", "std_deg", "mean_norm", "energy_share", "median_deg"):
         np.testing.assert_allclose(gpu[column], cpu[column], rtol=1e-4, atol=0.02, err_msg=column)
     assert (gpu.n_tokens == cpu.n_tokens).all()
@@ -30,29 +46,34 @@ def test_angles_on_cuda_are_those_of_the_cpu(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sites_are_found_on_cuda_in_half_precision(name):
-    assert find_sites(tiny(name).cuda().bfloat16()) == find_sites(tiny(name))
+    assert find_sites(tiny(name).to("cuda:0").bfloat16()) == find_sites(tiny(name))
 
 
+@real
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "whisper", "vit"])
 def test_the_gauge_on_cuda_is_that_of_the_cpu(name):
-    cpu, gpu = find_gauge(tiny(name)), find_gauge(tiny(name).cuda())
+    cpu, gpu = find_gauge(tiny(name)), find_gauge(tiny(name).to("cuda:0"))
     assert (gpu.writers, gpu.readers, gpu.invisible) == (cpu.writers, cpu.readers, cpu.invisible)
 
 
+@real
 @pytest.mark.parametrize("options", [{}, {"to": "crmsnorm"}, {"keep_tie": True}, {"trainable": True}])
 def test_conversion_on_cuda(options):
-    conversion = convert(tiny("gpt2").cuda(), **options)
+    conversion = convert(tiny("gpt2").to("cuda:0"), **options)
     assert conversion.certificate.error_rel < 1e-12
     assert conversion.model.device.type == "cuda"
 
 
-def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
     """As a device map has it: the first layers here, the others there, and hidden states from both."""
+    if other == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs a CUDA device more")
     monkeypatch.setattr("normgeo.runs._draw", lambda table, folder: None)
     tiny("llama").save_pretrained(tmp_path / "m")
     np.save(tmp_path / "ids.npy", IDS)
-    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0, "model.layers.1": "cpu",
-              "model.norm": "cpu", "lm_head": "cpu"}  # fmt: skip
+    places = {"model.embed_tokens": "cuda:0", "model.layers.0": "cuda:0", "model.rotary_emb": "cuda:0",
+              "model.layers.1": other, "model.norm": other, "lm_head": other}  # fmt: skip
 
     def spread(name, **options):
         model = tiny("llama").eval().requires_grad_(False)
@@ -70,3 +91,59 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch):
     for found in (after, alone):
         for column in ("mean_deg", "std_deg", "mean_norm", "energy_share"):
             np.testing.assert_allclose(during[column], found[column], rtol=1e-4, atol=0.02, err_msg=column)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16"), ("gpt2", "float32")])
+def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_path, monkeypatch, name, dtype):
+    """With room for little that waits, and a model that writes over hidden states as soon as its norms have them."""
+    monkeypatch.setattr("normgeo.capture.StoreWriter", partial(StoreWriter, waiting_bytes=20000))
+    load = runs.load_model
+
+    def overwrite(module, args, output):
+        args[0].mul_(0.5)
+
+    def overwriting(path, **options):
+        model = load(path, **options)
+        for site in find_sites(model, qk=True):
+            model.get_submodule(site.name).register_forward_hook(overwrite)
+        return model
+
+    monkeypatch.setattr("normgeo.runs.load_model", overwriting)
+    phases = ("pre", "standardized", "post")
+    setup = config(home, name, phases, n=400, device="cuda:0", dtype=dtype, qk=True, batch=5)
+    start_capture(setup, tmp_path / "s", progress=False)
+    assert verify(tmp_path / "s")[1] == []
+    model, store = (
+        overwriting(home / name, dtype=getattr(torch, dtype), device="cuda:0"),
+        HiddenStateStore(tmp_path / "s"),
+    )
+    seen = {(site.key, phase): [] for site in store.sites for phase in phases}
+
+    class Kept:
+        def begin(self, batch): ...
+
+        def take(self, site, phase, hidden):
+            seen[store.sites[site].key, phase].append(hidden.cpu().clone())
+
+        def end(self): ...
+
+    batches = TokenStream.from_array(np.load(home / "ids.npy")).batches(400, 5)
+    for _ in stream(model, store.sites, batches, [Kept()]):
+        pass
+    for site in store.sites:
+        for phase in ("pre", "post"):
+            assert same_bits(store.open(site.key, phase).torch(), torch.cat(seen[site.key, phase])), (site.key, phase)
+        y = standardized(torch.cat(seen[site.key, "pre"]).double(), site.kind, site.eps)
+        found = store.open(site.key, "standardized").torch().double()
+        torch.testing.assert_close(found, y, rtol=1e-5 if dtype == "float32" else 0.01, atol=0.01)
+
+
+def test_a_run_on_cuda_keeps_the_scalars_of_one_on_the_cpu(home, tmp_path, no_figures):
+    for device in ("cpu", "cuda:0"):
+        start_run(config(home, device=device, keep="scalars").run, tmp_path / device, progress=False)
+    cpu, gpu = (ScalarStore(tmp_path / device / "scalars.zarr/gpt2") for device in ("cpu", "cuda:0"))
+    for site in find_sites(tiny("gpt2")):
+        for phase in ("pre", "standardized", "post"):
+            np.testing.assert_allclose(gpu.norms(site.key, phase), cpu.norms(site.key, phase), rtol=1e-4)
+            angles = (found.angles(site.key, phase, "random_a") for found in (gpu, cpu))
+            np.testing.assert_allclose(*angles, rtol=0, atol=1e-3)
