@@ -287,14 +287,14 @@ def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows:
     """
     if not rows:
         return
-    statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage).store_id, plan.layout
-    exact = {i for i, rebuild in enumerate(plan.rebuilds) if rebuild.bit_equal}
+    statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage), plan.layout
+    exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
     mine = set(rows)
     batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch))
     total = sum(layout.stop(row) - row * layout.chunk for row in rows)
     with (
         progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
-        StoreWriter(storage, store, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
+        StoreWriter(storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
     ):
         for batch in stream(job.model, job.sites, batches, [writer, statistics]):
             writer.finish(batch)

@@ -38,7 +38,7 @@ def check_space(folder: Path, needed: int) -> None:
 def _memory(model: PreTrainedModel) -> int:
     """Bytes needed at most so far; what a measurement needs does not grow with the number of tokens."""
     if model.device.type == "cuda":
-        return sum(map(torch.cuda.max_memory_allocated, devices(model)))
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices(model) if device.type == "cuda")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

@@ -105,7 +105,7 @@ class NullEnsemble:
             n = len(index)
             key = (d, n, centered, device)
             if key not in self._chunks:
-                slots = max(1, (COLLECTED if device.type == "cpu" else ON_A_DEVICE) // (n * d))
+                slots = max(1, COLLECTED // (n * d) if device.type == "cpu" else ON_A_DEVICE // (n * max(d, self.k)))
                 self._chunks[key] = _Chunk(torch.empty((slots, n, d), dtype=torch.float32, device=device))
             chunk = self._chunks[key]
             kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[len(chunk.sites)])

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,10 +27,11 @@ from normgeo.scan import angles_from_store
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.storage import Disk
+from normgeo.store import HiddenStateStore
 from normgeo.store_layout import Layout, create
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
-from normgeo.timing import memory_kept
+from normgeo.timing import memory_kept, wait_for
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -115,19 +116,21 @@ class _Measure:
 def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str, _Measure]:
     stored = [str(job.model.dtype).removeprefix("torch.")] * len(job.sites)
     layouts = {phases: Layout.of(job.sites, stored, phases, job.n_tokens) for phases in (("pre",), ("pre", "post"))}
-    layout = layouts["pre",]
-    some = layout.nbytes
+    folders = {phases: scratch / "-".join(phases) for phases in layouts}
+    for phases, where in folders.items():
+        start_capture(CaptureConfig(run, phases), where, progress=False)
+    captured, layout = HiddenStateStore(folders["pre",]), layouts["pre",]
+    some, exact = layout.nbytes, {i for i, site in enumerate(job.sites) if captured.rebuild(site).bit_equal}
     measures = {
         "disk, one file, fsync": _Measure(lambda: some / Disk(folder).rate(512 << 20), "disk, one file, fsync", some),
         "store, all phases in float32": _Measure(lambda: some / store_rate(folder), "disk, one file, fsync", some),
         "forward": _Measure(lambda: _pass(job, [], layout, None, run.batch), "forward"),
         "forward, statistics": _Measure(lambda: _pass(job, job.sites, layout, None, run.batch), "forward"),
         "forward, statistics, capture of pre":
-            _Measure(lambda: _pass(job, job.sites, layout, folder, run.batch), "forward", some),
+            _Measure(lambda: _pass(job, job.sites, layout, folder, run.batch, exact), "forward", some),
     }  # fmt: skip
     for phases, found in layouts.items():
-        where, of = scratch / "-".join(phases), " and ".join(phases)
-        start_capture(CaptureConfig(run, phases), where, progress=False)
+        where, of = folders[phases], " and ".join(phases)
         through, past = partial(_read, where, direct=False), partial(_read, where, direct=True)
         for name, measure in (("reading", through), ("direct reading", past), ("scan", partial(_scan, where))):
             measures[f"{name} of {of}"] = _Measure(measure, f"reading of {of}", found.nbytes)
@@ -187,16 +190,20 @@ def _scan(store: Path) -> float:
     return time.perf_counter() - began
 
 
-def _pass(job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int) -> float:
+def _pass(
+    job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int, exact: Collection[int] = ()
+) -> float:
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
+    wait_for(job.model)
     statistics = new_statistics(job.model, job.sites, null=256, seed=0, null_every=16, bos=job.bos)
     sinks = [statistics] if sites else []
     with _new_store(folder, layout) if folder else nullcontext() as disk:
         began = time.perf_counter()
-        writing = StoreWriter(disk, "bench", layout, sites, statistics) if disk else nullcontext()
+        writing = StoreWriter(disk, "bench", layout, sites, statistics, exact=exact) if disk else nullcontext()
         with writing as writer:
             for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, batch), [writer, *sinks]
                                 if writer else sinks):  # fmt: skip
                 if writer is not None:
                     writer.finish(piece)
+        wait_for(job.model)
         return time.perf_counter() - began

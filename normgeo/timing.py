@@ -83,7 +83,7 @@ def recorded(function: Callable[[], Any], device: torch.device) -> Callable[...,
                 function()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=aside):
             result = function()
 
     def replay(**_: Any) -> Any:

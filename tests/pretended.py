@@ -187,7 +187,8 @@ def pretended_cuda(monkeypatch):
         "Event": Event, "stream": current.on, "current_stream": current.now, "current_device": lambda: 0,
         "synchronize": lambda device=None: main.synchronize(), "set_device": lambda device: None,
         "device": lambda device: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False,
-        "get_device_name": lambda device=None: "Pretended", "max_memory_allocated": lambda device=None: 0,
+        "get_device_name": lambda device=None: "Pretended",
+        "max_memory_allocated": lambda device: {"cuda": 0}[device.type],
     }  # fmt: skip
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)

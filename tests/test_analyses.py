@@ -24,7 +24,7 @@ FIXED = ["angles_in_training", "models_table", "training_cost", "twins_loss"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("analyses") / "run"
-    start_run(RunConfig(tokens=N_TOKENS, null=32, keep="scalars"), folder, progress=False)
+    start_run(RunConfig(tokens=N_TOKENS, null=32, keep="scalars", device="cpu"), folder, progress=False)
     return folder
 
 

@@ -12,12 +12,15 @@ from stores import config
 from zoo import tiny
 
 from normgeo import HiddenStateStore, convert, find_gauge, find_sites, measure_angles, runs
+from normgeo.bench import bench_stream
 from normgeo.capture import CaptureConfig, start_capture
+from normgeo.comparison import compare
 from normgeo.rebuild import same_bits, standardized
 from normgeo.runs import RunConfig, start_run
 from normgeo.scalars import ScalarStore
 from normgeo.scan import angles_from_store
 from normgeo.store import verify
+from normgeo.store_bench import bench_store
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.tokens import TokenStream
@@ -147,3 +150,22 @@ def test_a_run_on_cuda_keeps_the_scalars_of_one_on_the_cpu(home, tmp_path, no_fi
             np.testing.assert_allclose(gpu.norms(site.key, phase), cpu.norms(site.key, phase), rtol=1e-4)
             angles = (found.angles(site.key, phase, "random_a") for found in (gpu, cpu))
             np.testing.assert_allclose(*angles, rtol=0, atol=1e-3)
+
+
+def test_models_are_compared_on_cuda_as_on_the_cpu():
+    tokens = TokenStream.from_array(IDS)
+    frames = [
+        compare({"a": tiny("gpt2").to(where), "b": tiny("gpt2", seed=1).to(where)}, tokens, null=4, rounds=1,
+                progress=False).frame.set_index("model")
+        for where in ("cpu", "cuda:0")
+    ]  # fmt: skip
+    for column in ("perplexity", "kl_mean", "kl_max", "error_rms_rel"):
+        np.testing.assert_allclose(frames[1][column], frames[0][column], rtol=1e-3, atol=1e-6, err_msg=column)
+
+
+def test_what_measuring_and_capturing_cost_is_measured_on_cuda(home, tmp_path, no_figures):
+    run = bench_stream(tiny("gpt2").to("cuda:0"), TokenStream.from_array(IDS), batch=4, rounds=1, null=4)
+    store = bench_store(str(home / "gpt2"), tmp_path, data=str(home / "ids.npy"), batch=5, n_tokens=400, rounds=1)
+    assert (run.seconds > 0).all()
+    assert (store.seconds > 0).all()
+    assert not list(tmp_path.iterdir())

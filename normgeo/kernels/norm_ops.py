@@ -176,8 +176,11 @@ def takes(x: Tensor) -> bool:
 
 
 def _pays(x: Tensor, kind: str) -> bool:
-    """Whether a launch from Python costs less than it saves; graphs have none, torch's CRMSNorm is seven of them."""
-    return x.numel() >= LAUNCH or kind.startswith("crmsnorm") or torch.cuda.is_current_stream_capturing()
+    """Whether a launch from Python costs less than it saves: in torch CRMSNorms, and norms with gradients, are seven.
+
+    The same while a graph is recorded as before: kernels cannot be loaded then.
+    """
+    return x.numel() >= (LAUNCH >> 4 if torch.is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
 
 
 def _plain(x: Tensor) -> bool:

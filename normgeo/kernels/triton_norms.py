@@ -29,6 +29,7 @@ __all__ = ["add_norm_", "norm"]
 
 TILE = 4096  # numbers that a program takes on at least, where rows are shorter
 PROGRAMS = 8  # a multiprocessor, in the backward pass
+WARPS = 16 if torch.version.hip else 32  # at most: 1,024 threads
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def _plan(d: int, kept: int = 1) -> dict[str, int]:
     """How a row is laid out: its block, rows a program, and as many warps as hold `kept` tiles in their registers."""
     block = 1 << (d - 1).bit_length()
     rows = max(1, TILE // block)
-    return {"BLOCK": block, "ROWS": rows, "num_warps": min(32, max(4, kept * rows * block // 1024))}
+    return {"BLOCK": block, "ROWS": rows, "num_warps": min(WARPS, max(4, kept * rows * block // 1024))}
 
 
 def _launch(
