@@ -308,5 +308,5 @@ def main() -> None:
     except NormGeoError as error:
         if debug:
             raise
-        Console(stderr=True).print(f"[red]error[/]: {escape(str(error))}", highlight=False)
+        Console(stderr=True).print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
