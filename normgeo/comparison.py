@@ -33,7 +33,7 @@ from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pi
 from normgeo.progress import progress_bar
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward
-from normgeo.timing import wait_for
+from normgeo.timing import devices, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = ["Comparison", "compare", "compare_run", "default_out"]
@@ -202,11 +202,11 @@ def _times(
 
 def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
     """Seconds of one forward pass."""
-    wait_for(model)
+    synchronize(*(places := devices(model)))
     start = time.perf_counter()
     with torch.inference_mode():
         forward(model, chunk, vocabulary(model))
-    wait_for(model)
+    synchronize(*places)
     return time.perf_counter() - start
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import RunError
 from normgeo.models import base_model
 from normgeo.stream import forward
-from normgeo.timing import devices, wait_for
+from normgeo.timing import devices, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["check_space", "cost"]
@@ -51,7 +51,7 @@ def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: 
     for _ in range(2):
         began = time.perf_counter()
         forward(base, probe, int(ids.max()) + 1)
-        wait_for(model)
+        synchronize(*devices(model))
         seconds = time.perf_counter() - began
     total = 1.1 * seconds * n_tokens / probe.n_tokens
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"

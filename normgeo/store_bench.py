@@ -31,7 +31,7 @@ from normgeo.store import HiddenStateStore
 from normgeo.store_layout import Layout, create
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
-from normgeo.timing import memory_kept, wait_for
+from normgeo.timing import devices, memory_kept, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -194,7 +194,7 @@ def _pass(
     job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int, exact: Collection[int] = ()
 ) -> float:
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
-    wait_for(job.model)
+    synchronize(*(places := devices(job.model)))
     statistics = new_statistics(job.model, job.sites, null=256, seed=0, null_every=16, bos=job.bos)
     sinks = [statistics] if sites else []
     with _new_store(folder, layout) if folder else nullcontext() as disk:
@@ -205,5 +205,5 @@ def _pass(
                                 if writer else sinks):  # fmt: skip
                 if writer is not None:
                     writer.finish(piece)
-        wait_for(job.model)
+        synchronize(*places)
         return time.perf_counter() - began

@@ -19,7 +19,6 @@ from torch import nn
 
 __all__ = [
     "Stopwatch", "circumstances", "device_name", "devices", "interleaved", "memory_kept", "recorded", "synchronize",
-    "wait_for",
 ]  # fmt: skip
 
 LEAST = 3
@@ -53,21 +52,16 @@ def memory_kept() -> Iterator[None]:
                 mallopt(trim_threshold, 1 << 26)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronize(*devices: torch.device) -> None:
+    """Wait until the devices have done what they were given."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def devices(model: nn.Module) -> set[torch.device]:
     """What a model is on: as many as a device map gave it."""
     return {parameter.device for parameter in model.parameters()}
-
-
-def wait_for(model: nn.Module) -> None:
-    """Wait until every device that a model is on has done what it was given."""
-    for device in devices(model):
-        synchronize(device)
 
 
 def recorded(function: Callable[[], Any], device: torch.device) -> Callable[..., Any]:
