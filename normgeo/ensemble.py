@@ -57,7 +57,7 @@ class NullEnsemble:
         self, sites: Sequence[NormSite], directions: dict[int, Directions], home: torch.device, every: int
     ) -> None:
         self.sites, self.directions, self.home, self.every = sites, directions, home, every
-        self.k = min(len(d.null) for d in directions.values())
+        self.k = min(len(d.ensemble) for d in directions.values())
         self.count = torch.zeros((len(sites), 3), dtype=torch.float64, device=home)
         self.sums = torch.zeros((len(sites), 3, 3, self.k + 1), dtype=torch.float64, device=home)
         units = torch.tensor([[DEGREES * UNIT], [DEGREES**2 * UNIT], [ENERGY_UNIT]], dtype=torch.float64)
@@ -96,7 +96,7 @@ class NullEnsemble:
         centered = phase == "pre" and self.sites[site].kind == "layernorm"
         if hidden.dtype is torch.bfloat16 and device.type == "cpu" and not centered:
             if d not in self._packed:
-                self._packed[d] = packed(self.directions[d].null[: self.k])
+                self._packed[d] = packed(self.directions[d].ensemble[: self.k])
             if (ensemble := self._packed[d]) is not None:
                 found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars[0])
                 self._found.append(((site, phase), found))

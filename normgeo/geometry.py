@@ -93,12 +93,12 @@ class Directions:
     Attributes:
         named: rows are the uniform vector, `random_a` (isotropic direction, the uniform vector's norm) and `random_b`
             (isotropic direction, a norm drawn from [1/2, 2] times it), as in *Geometry* section 3.3. float64 [3, d].
-        null: an ensemble of isotropic unit vectors: the null hypothesis that **1** is a direction like any other.
-            float64 [K, d].
+        ensemble: isotropic vectors of nearly unit length: the null hypothesis that **1** is a direction like any other.
+            bfloat16 [K, d], so that products with half precision, too, are with these vectors and no others.
     """
 
     named: Float[Tensor, "three d"]
-    null: Float[Tensor, "k d"]
+    ensemble: Float[Tensor, "k d"]
 
     @classmethod
     def seeded(cls, d: int, null: int = 256, seed: int = 0) -> Directions:
@@ -109,10 +109,18 @@ class Directions:
         raw[1] *= 2.0 ** rng.uniform(-1, 1)
         named = torch.cat([uniform_vector(d, torch.float64)[None], torch.from_numpy(raw)])
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, d, 1])))
-        ensemble = torch.from_numpy(rng.standard_normal((null, d)))
-        return cls(named, ensemble / torch.linalg.vector_norm(ensemble, dim=1, keepdim=True))
+        return cls(named, _scaled(torch.from_numpy(rng.standard_normal((null, d)))).bfloat16())
 
     @property
     def units(self) -> Float[Tensor, "three d"]:
-        """The named directions scaled to unit norm."""
-        return self.named / torch.linalg.vector_norm(self.named, dim=1, keepdim=True)
+        """The named directions scaled to unit norm, float64."""
+        return _scaled(self.named)
+
+    @property
+    def null(self) -> Float[Tensor, "k d"]:
+        """The ensemble scaled to unit norm, float64."""
+        return _scaled(self.ensemble.double())
+
+
+def _scaled(vectors: Tensor) -> Tensor:
+    return vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)

@@ -140,7 +140,9 @@ def test_the_null_ensemble_equals_the_oracle(mean):
         ("standardized", oracle.standardized(pre.double().numpy(), "layernorm", EPS)),
     ):
         for column, expected in oracle.null_row(x, null).items():
-            assert value(frame, phase, "null", column) == pytest.approx(expected, abs=1e-3), column
+            # a spread of nothing is the root of what two squares, of 60 degrees in float32, differ by
+            tolerance = 1e-2 if mean == 1e5 and column == "within_deg" else 1e-3
+            assert value(frame, phase, "null", column) == pytest.approx(expected, abs=tolerance), column
 
 
 # --- groups, heads, what is left out -----------------------------------------------------------------------------
@@ -301,7 +303,7 @@ def test_any_split_into_batches_gives_the_same_bits_where_dot_products_are_exact
     d = 64
     x, ids = dyadic(60, d, seed), np.full((1, 60), 5)
     named = torch.stack([torch.ones(d), (-1.0) ** torch.arange(d), torch.ones(d).index_fill(0, torch.arange(32), -1)])
-    directions = {d: Directions(named.double(), Directions.seeded(d, 6).null)}
+    directions = {d: Directions(named.double(), Directions.seeded(d, 6).ensemble)}
     # rows of one token each, so that every token is the first of its context in every split
     whole, split = (AngleStatistics([site(d)], directions, null_every=every) for _ in range(2))
     feed(whole, x, x.neg(), ids.T, 0)

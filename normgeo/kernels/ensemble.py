@@ -1,8 +1,6 @@
-"""Moments of the angles between rows of bfloat16 and an ensemble of unit vectors, where the processor multiplies those.
+"""Moments of the angles between rows of bfloat16 and an ensemble of such vectors, where the processor multiplies those.
 
-The vectors are split into two bfloat16 each, which is exact to 2^-17 of every number: an ensemble that is as random as
-the one it stands for, and angles that differ by some 10^-5 of what they are short of a right angle, which for random
-directions is little.
+Products of two bfloat16 are exact in float32, in which they are added up: as exact as a product in float32.
 """
 
 from __future__ import annotations
@@ -23,19 +21,22 @@ from normgeo.kernels.compiling import function
 __all__ = ["Ensemble", "packed"]
 
 SOURCE = Path(__file__).with_name("ensemble.cpp")
-PANEL = 64  # of the kernel
+PANEL, DEPTH = 64, 32  # of the kernel
+TILES = True  # use the processor's unit for products of matrices, where it has one
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Unit vectors as the kernel reads them.
+    """Vectors as the kernel reads them.
 
     Attributes:
-        panels: bfloat16 [panels, pairs of numbers, 2 parts, 64 vectors, 2 numbers].
-        k: how many vectors; what is left of the last panel is zero.
+        panels: bfloat16 [panels, pairs of numbers, 64 vectors, 2 numbers], as deep as a multiple of 32.
+        shrink: float32, one over the vectors' lengths; zero for what is left of the last panel.
+        k: how many vectors.
     """
 
     panels: Tensor
+    shrink: Tensor
     k: int
 
     def moments(
@@ -49,30 +50,31 @@ class Ensemble:
             lengths: of all rows, float64 and contiguous.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty((3, len(self.panels) * PANEL), dtype=torch.float64)
+        out = torch.empty((3, len(self.shrink)), dtype=torch.float64)
         loaded()(
             x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
-            self.panels.data_ptr(), len(self.panels), out.data_ptr(), cpu.parallel_for(),
+            self.panels.data_ptr(), self.shrink.data_ptr(), len(self.panels), TILES, out.data_ptr(),
+            cpu.parallel_for(),
         )  # fmt: skip
         return out[:, : self.k]
 
 
-def packed(units: Float[Tensor, "k d"]) -> Ensemble | None:
-    """Unit vectors, in float64, for the kernel; None where there is none for this processor."""
+def packed(vectors: Float[Tensor, "k d"]) -> Ensemble | None:
+    """Vectors of bfloat16 for the kernel; None where there is none for this processor."""
     if loaded() is None:
         return None
-    k, d = units.shape
-    high = units.bfloat16()
-    parts = torch.stack([high, (units - high.double()).bfloat16()])
-    room = torch.zeros((2, -(-k // PANEL) * PANEL, d + d % 2), dtype=torch.bfloat16)
-    room[:, :k, :d] = parts
-    panels = room.view(2, -1, PANEL, room.shape[2] // 2, 2).permute(1, 3, 0, 2, 4).contiguous()
-    return Ensemble(panels, k)
+    k, d = vectors.shape
+    room = torch.zeros((-(-k // PANEL) * PANEL, -(-d // DEPTH) * DEPTH), dtype=torch.bfloat16)
+    room[:k, :d] = vectors
+    shrink = torch.zeros(len(room))
+    shrink[:k] = 1 / torch.linalg.vector_norm(vectors.double(), dim=1)
+    panels = room.view(-1, PANEL, room.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return Ensemble(panels, shrink, k)
 
 
 @functools.cache
 def loaded() -> Any:
     """The kernel, if there is a compiler and a processor that has the instruction, else None. Never raises."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    types = pointer, *[number] * 3, pointer, pointer, pointer, number, pointer, pointer
+    types = pointer, *[number] * 3, *[pointer] * 4, number, ctypes.c_bool, pointer, pointer
     return function(SOURCE, "normgeo_null_moments", ctypes.c_bool, *types)
