@@ -1,9 +1,9 @@
 // RMSNorm to the last bit as torch gives it in steps, called through ctypes: the mean of squares is summed in torch's own
 // order, and every other step is rounded for itself. Built without contraction into fused multiplications and additions.
 
-#define KEEP_SUBNORMALS
-
 #include <atomic>
+#include <type_traits>
+#include <vector>
 
 #include "lanes.h"
 #include "spread.h"
@@ -12,77 +12,157 @@ using namespace normgeo;
 
 namespace {
 
-// Sums of `size` vectors as torch's `cascade_sum` has them: 4 at a time, in 4 levels of 16 each.
-template <int L, class F>
-typename Of<L>::Floats cascade_sum(int64_t size, const F& get) {
-    constexpr int AT_ONCE = 4, LEVELS = 4, POWER = 4;
+inline float number(float x) { return x; }
+inline float number(Bfloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
+inline float number(Float16 x) { return static_cast<float>(cast<_Float16>(x)); }
+
+// Numbers that torch sums at once, 4 vectors of L: `parts`, in which number i is at `place(i)`.
+template <class T, int L>
+struct Block {
+    static constexpr int SIZE = 4 * L, PARTS = 4;
+    typedef typename Of<L>::Floats Floats;
+    Floats parts[PARTS];
+
+    static constexpr int64_t place(int64_t i) { return i; }
+
+    static Block read(const T* x) {
+        return {widen<L>(x), widen<L>(x + L), widen<L>(x + 2 * L), widen<L>(x + 3 * L)};
+    }
+
+    void write(T* out) const {
+        for (int k = 0; k < 4; k++) narrow<L>(parts[k], out + k * L);
+    }
+
+    Block rounded() const {
+        T to[SIZE];
+        write(to);
+        return read(to);
+    }
+};
+
+// Two of them are a word: taken apart by a shift and a mask, numbers are where they are needed without being moved. None
+// is not a number, for a row with such a one is none of ours.
+template <int L>
+struct Block<Bfloat16, L> {
+    static constexpr int SIZE = 4 * L, PARTS = 2;
+    typedef typename Of<2 * L>::Floats Floats;
+    typedef typename Of<2 * L>::Words Words;
+    Floats parts[PARTS];
+
+    static constexpr int64_t place(int64_t i) { return i / 2 + i % 2 * (2 * L); }
+
+    static Block read(const Bfloat16* x) {
+        const Words words = normgeo::read<Words>(reinterpret_cast<const float*>(x));
+        return {cast<Floats>(words << 16), cast<Floats>(words & 0xffff0000u)};
+    }
+
+    static Words up(Floats v) {  // to nearest, ties to even, in the upper half
+        const Words bits = cast<Words>(v);
+        return bits + (((bits >> 16) & 1u) + 0x7fffu);
+    }
+
+    void write(Bfloat16* out) const {
+        const Words words = (up(parts[0]) >> 16) | (up(parts[1]) & 0xffff0000u);
+        std::memcpy(out, &words, sizeof words);
+    }
+
+    Block rounded() const {
+        return {cast<Floats>(up(parts[0]) & 0xffff0000u), cast<Floats>(up(parts[1]) & 0xffff0000u)};
+    }
+};
+
+// f of every part; a block is never copied as such, in vectors narrower than those that it is then read in.
+template <class B, class F>
+inline B each(const F& f) {
+    B out;
+    for (int k = 0; k < B::PARTS; k++) out.parts[k] = f(k);
+    return out;
+}
+
+// Sums of so many blocks as torch's `cascade_sum` has them, in 4 levels of 16 each.
+template <class B, class F>
+B cascade_sum(int64_t blocks, const F& get) {
+    constexpr int LEVELS = 4, POWER = 4;
     constexpr int64_t STEP = 1 << POWER;
-    typename Of<L>::Floats sums[LEVELS][AT_ONCE] = {};
-    const int64_t groups = size / AT_ONCE;
-    int64_t i = 0;
-    auto add = [&] {
-        for (int k = 0; k < AT_ONCE; k++) sums[0][k] += get(i * AT_ONCE + k);
+    B sums[LEVELS];
+    auto add = [&](int level, const B& more) {
+        for (int k = 0; k < B::PARTS; k++) sums[level].parts[k] += more.parts[k];
     };
-    while (i + STEP <= groups) {
-        for (const int64_t stop = i + STEP; i < stop; i++) add();
+    auto clear = [&](int level) {
+        for (auto& part : sums[level].parts) part = typename B::Floats{};
+    };
+    for (int level = 0; level < LEVELS; level++) clear(level);
+    int64_t i = 0;
+    while (i + STEP <= blocks) {
+        for (const int64_t stop = i + STEP; i < stop; i++) add(0, get(i));
         for (int level = 1; level < LEVELS; level++) {
-            for (int k = 0; k < AT_ONCE; k++) {
-                sums[level][k] += sums[level - 1][k];
-                sums[level - 1][k] = typename Of<L>::Floats{};
-            }
+            add(level, sums[level - 1]);
+            clear(level - 1);
             if (i & ((STEP - 1) << (level * POWER))) break;
         }
     }
-    for (; i < groups; i++) add();
-    for (int level = 1; level < LEVELS; level++)
-        for (int k = 0; k < AT_ONCE; k++) sums[0][k] += sums[level][k];
-    for (i = groups * AT_ONCE; i < size; i++) sums[0][0] += get(i);
-    for (int k = 1; k < AT_ONCE; k++) sums[0][0] += sums[0][k];
-    return sums[0][0];
+    for (; i < blocks; i++) add(0, get(i));
+    for (int level = 1; level < LEVELS; level++) add(0, sums[level]);
+    return sums[0];
 }
 
 // Of float32 squares, with torch's vectors of L numbers: first what is left of the row, then the parts of the vectors' sum.
 template <int L, class T>
 float sum_of_squares(const T* x, int64_t d) {
-    const int64_t whole = d / L;
-    const auto sums = cascade_sum<L>(whole, [&](int64_t i) {
-        const auto v = widen<L>(x + i * L);
-        return v * v;
+    typedef Block<T, L> B;
+    const int64_t blocks = d / B::SIZE;
+    const B found = cascade_sum<B>(blocks, [&](int64_t i) {
+        const B v = B::read(x + i * B::SIZE);
+        return each<B>([&](int k) { return v.parts[k] * v.parts[k]; });
     });
-    T some[L] = {};
-    std::memcpy(some, x + whole * L, (d - whole * L) * sizeof(T));
-    const auto left = widen<L>(some);
-    float sum = 0;
-    for (int64_t i = 0; i < d - whole * L; i++) sum += left[i] * left[i];
-    for (int i = 0; i < L; i++) sum += sums[i];
+    auto square = [&](int64_t i) { return number(x[i]) * number(x[i]); };
+    float placed[B::SIZE], sums[L], sum = 0;
+    std::memcpy(placed, &found, sizeof placed);
+    for (int l = 0; l < L; l++) sums[l] = placed[B::place(l)];
+    int64_t j = blocks * B::SIZE;
+    for (; j + L <= d; j += L)
+        for (int l = 0; l < L; l++) sums[l] += square(j + l);
+    for (int k = 1; k < 4; k++)
+        for (int l = 0; l < L; l++) sums[l] += placed[B::place(k * L + l)];
+    for (; j < d; j++) sum += square(j);
+    for (int l = 0; l < L; l++) sum += sums[l];
     return sum;
 }
 
-// out = x * scale, rounded to x's dtype first if `halfway`, and times gamma.
-template <class T, class W>
-void scale_row(const T* x, int64_t d, float scale, const W* gamma, bool halfway, T* out) {
-    typedef Of<16>::Floats Floats;
-    auto some = [&](const T* from, const W* weight, T* to) {
-        Floats v = widen<16>(from) * scale;
-        if (halfway) {
-            narrow<16>(v, to);
-            v = widen<16>(to);
-        }
-        narrow<16>(weight ? v * widen<16>(weight) : v, to);
+template <class T>
+using Some = Block<T, sizeof(T) == sizeof(float) || std::is_same<T, Float16>::value ? 16 : 8>;
+
+// out = x * scale, rounded to x's dtype first if `halfway`, and times gamma, whose numbers are where blocks have them.
+template <class T>
+void scale_row(const T* x, int64_t d, float scale, const float* gamma, bool halfway, T* out) {
+    typedef Some<T> B;
+    auto some = [&](const T* from, int64_t j, T* to) {
+        const B read = B::read(from), scaled = each<B>([&](int k) { return read.parts[k] * scale; });
+        const B v = halfway ? scaled.rounded() : scaled;
+        each<B>([&](int k) {
+            return v.parts[k] * normgeo::read<typename B::Floats>(gamma + j + k * (B::SIZE / B::PARTS));
+        }).write(to);
     };
     int64_t j = 0;
-    for (; j + 16 <= d; j += 16) some(x + j, gamma ? gamma + j : nullptr, out + j);
+    for (; j + B::SIZE <= d; j += B::SIZE) some(x + j, j, out + j);
     if (j == d) return;
-    T from[16] = {}, to[16];
-    W weight[16] = {};
+    T from[B::SIZE] = {}, to[B::SIZE];
     std::memcpy(from, x + j, (d - j) * sizeof(T));
-    if (gamma) std::memcpy(weight, gamma + j, (d - j) * sizeof(W));
-    some(from, gamma ? weight : nullptr, to);
+    some(from, j, to);
     std::memcpy(out + j, to, (d - j) * sizeof(T));
 }
 
-template <int L, class T, class W>
-bool rows_of(const T* x, int64_t rows, int64_t d, int64_t stride, const W* gamma, float eps, bool halfway, T* out,
+template <class T, class W>
+std::vector<float> placed(const W* gamma, int64_t d) {
+    typedef Some<T> B;
+    std::vector<float> out((d + B::SIZE - 1) / B::SIZE * B::SIZE, 1.0f);  // times one changes no bit
+    for (int64_t i = 0; gamma && i < d; i++)
+        out[i / B::SIZE * B::SIZE + B::place(i % B::SIZE)] = number(gamma[i]);
+    return out;
+}
+
+template <int L, class T>
+bool rows_of(const T* x, int64_t rows, int64_t d, int64_t stride, const float* gamma, float eps, bool halfway, T* out,
              void* parallel) {
     std::atomic<bool> good{true};
     spread(parallel, rows, 1 + 16384 / (d + 1), [&](int64_t a, int64_t b) {
@@ -98,17 +178,15 @@ bool rows_of(const T* x, int64_t rows, int64_t d, int64_t stride, const W* gamma
 template <class T>
 bool typed(const void* x, int64_t rows, int64_t d, int64_t stride, const void* gamma, bool wide, float eps,
            bool halfway, int64_t lanes, void* out, void* parallel) {
-    auto all = [&](auto* weight) {
-        auto* from = static_cast<const T*>(x);
-        auto* to = static_cast<T*>(out);
-        switch (lanes) {
-            case 4: return rows_of<4>(from, rows, d, stride, weight, eps, halfway, to, parallel);
-            case 8: return rows_of<8>(from, rows, d, stride, weight, eps, halfway, to, parallel);
-            case 16: return rows_of<16>(from, rows, d, stride, weight, eps, halfway, to, parallel);
-            default: return false;
-        }
-    };
-    return wide ? all(static_cast<const float*>(gamma)) : all(static_cast<const T*>(gamma));
+    const auto weights = wide ? placed<T>(static_cast<const float*>(gamma), d) : placed<T>(static_cast<const T*>(gamma), d);
+    auto* from = static_cast<const T*>(x);
+    auto* to = static_cast<T*>(out);
+    switch (lanes) {
+        case 4: return rows_of<4>(from, rows, d, stride, weights.data(), eps, halfway, to, parallel);
+        case 8: return rows_of<8>(from, rows, d, stride, weights.data(), eps, halfway, to, parallel);
+        case 16: return rows_of<16>(from, rows, d, stride, weights.data(), eps, halfway, to, parallel);
+        default: return false;
+    }
 }
 
 }  // namespace
