@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from normgeo.angles import measure_angles, new_statistics
 from normgeo.errors import DataError
+from normgeo.memory import memory_kept
 from normgeo.models import base_model, load_model, load_tokenizer, twin
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import forward, stream
-from normgeo.timing import device_name, memory_kept, synchronize
+from normgeo.timing import device_name, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = ["VARIANTS", "bench_stream", "peak_memory"]

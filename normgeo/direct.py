@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["BLOCK", "NewFile", "read_range", "room", "sync"]
+from normgeo.memory import PAGE as BLOCK  # disks take whole ones, at addresses that are multiples of as many
+from normgeo.memory import pages
 
-BLOCK = 4096  # bytes, of which disks take whole ones, at addresses that are multiples of as many
+__all__ = ["BLOCK", "NewFile", "read_range", "sync"]
+
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -26,7 +28,7 @@ def read_range(path: Path, start: int, n: int) -> np.ndarray:
         OSError: it cannot be read.
     """
     before = start % BLOCK
-    into, found = room(before + n), 0
+    into, found = pages(before + n), 0
     descriptor = _opened(path, os.O_RDONLY)
     try:
         while found < len(into) and not found % BLOCK:
@@ -62,7 +64,7 @@ class NewFile:
         self._size += len(piece)
         if len(self._rest) or piece.ctypes.data % BLOCK:
             n = len(self._rest) + len(piece)
-            piece = np.concatenate([self._rest, piece], out=room(n)[:n])
+            piece = np.concatenate([self._rest, piece], out=pages(n)[:n])
         whole = len(piece) // BLOCK * BLOCK
         self._rest = piece[whole:].copy()
         self._write(piece[:whole])
@@ -77,7 +79,7 @@ class NewFile:
     def finish(self) -> None:
         """Write what is left; `sync` has it survive a power cut."""
         if len(self._rest):
-            last = room(BLOCK)
+            last = pages(BLOCK)
             last[: len(self._rest)], last[len(self._rest) :] = self._rest, 0
             self._write(last)
             os.ftruncate(self._descriptor, self._size)
@@ -97,13 +99,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def room(n: int) -> np.ndarray:
-    """Memory for so many bytes, in whole blocks, that disks can read into and write from."""
-    whole = -(-n // BLOCK) * BLOCK
-    found = np.empty(whole + BLOCK, np.uint8)
-    return found[-found.ctypes.data % BLOCK :][:whole]
 
 
 def _opened(path: Path, flags: int) -> int:

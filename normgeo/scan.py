@@ -27,6 +27,7 @@ from normgeo.angles import AngleTable, select_sites
 from normgeo.errors import NormGeoError, RunError, StoreError
 from normgeo.geometry import Directions
 from normgeo.kernels.checksum import checksum, joined
+from normgeo.memory import memory_kept
 from normgeo.progress import progress_bar
 from normgeo.rebuild import Rebuild
 from normgeo.runs import default_out, full_disk_explained, save_record, write_results
@@ -34,7 +35,6 @@ from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.store import ChunkReader, HiddenStateStore
 from normgeo.store_layout import as_numpy, as_torch
-from normgeo.timing import memory_kept
 from normgeo.tokens import TokenBatch
 
 __all__ = ["angles_from_store", "run_from_store"]

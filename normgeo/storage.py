@@ -22,6 +22,7 @@ import numpy as np
 
 from normgeo import direct
 from normgeo.errors import StoreError
+from normgeo.memory import pages
 
 __all__ = ["Disk", "NewChunk", "Storage"]
 
@@ -305,7 +306,7 @@ class Disk(Storage):
 
     def rate(self, nbytes: int = 64 << 20) -> float:
         """Bytes a second of a sequential write, as chunks are written, fsync included."""
-        block, path = direct.room(16 << 20), self._folder() / f".rate-{os.getpid()}"
+        block, path = pages(16 << 20), self._folder() / f".rate-{os.getpid()}"
         block[:] = np.random.default_rng(0).integers(0, 256, len(block), np.uint8)
         blocks = max(1, nbytes // len(block))
         try:

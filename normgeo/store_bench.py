@@ -22,6 +22,7 @@ import torch
 from normgeo.angles import new_statistics
 from normgeo.capture import CaptureConfig, start_capture
 from normgeo.geometry import Directions
+from normgeo.memory import memory_kept
 from normgeo.runs import Job, RunConfig, prepare
 from normgeo.scan import angles_from_store
 from normgeo.sites import NormSite
@@ -31,7 +32,7 @@ from normgeo.store import HiddenStateStore
 from normgeo.store_layout import Layout, create
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
-from normgeo.timing import devices, memory_kept, synchronize
+from normgeo.timing import devices, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,39 +14,14 @@ import torch
 import transformers
 from torch import nn
 
+from normgeo.memory import memory_kept
+
 __all__ = [
-    "Stopwatch", "circumstances", "device_name", "devices", "interleaved", "memory_kept", "recorded", "synchronize",
+    "Stopwatch", "circumstances", "device_name", "devices", "interleaved", "recorded", "synchronize",
 ]  # fmt: skip
 
 LEAST = 3
 """Rounds that are timed however little time there is: fewer have no quartiles."""
-
-
-_keeping, _counting = 0, threading.Lock()  # how many want memory kept
-
-
-@contextmanager
-def memory_kept() -> Iterator[None]:
-    """Have glibc serve every size from memory it keeps; otherwise large tensors are mapped and zeroed at each use."""
-    global _keeping
-    trim_threshold, mmap_max = -1, -4
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another C library
-        yield
-        return
-    with _counting:
-        _keeping += 1
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
-    try:
-        yield
-    finally:
-        with _counting:
-            _keeping -= 1
-            if not _keeping:
-                mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
-                mallopt(trim_threshold, 1 << 26)
 
 
 def synchronize(*devices: torch.device) -> None:

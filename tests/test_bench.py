@@ -3,10 +3,11 @@ from types import SimpleNamespace
 import matplotlib.figure
 import numpy as np
 import pytest
+import torch
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import find_sites, models, runs, store_bench, timing
+from normgeo import find_sites, memory, models, runs, store_bench
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -91,9 +92,39 @@ def test_the_store_alone(tmp_path):
 def test_memory_is_kept_until_nobody_wants_it_kept(monkeypatch):
     set_to = {}
     library = SimpleNamespace(mallopt=lambda option, value: set_to.update({option: value}))
-    monkeypatch.setattr(timing.ctypes, "CDLL", lambda name: library)
-    with timing.memory_kept():
-        with timing.memory_kept():
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: library)
+    with memory.memory_kept():
+        with memory.memory_kept():
             pass
         assert set_to == {-4: 0, -1: -1}
     assert set_to == {-4: 65536, -1: 1 << 26}
+
+
+@pytest.mark.parametrize("n", [1, memory.PAGE, memory.LARGE - 1, memory.LARGE, memory.LARGE + 1])
+def test_pages_are_whole_and_those_in_use_are_never_given_twice(n):
+    with memory.memory_kept():
+        held = [memory.pages(n) for _ in range(3)]
+        for i, found in enumerate(held):
+            assert n <= len(found) < n + memory.PAGE
+            assert found.ctypes.data % memory.PAGE == 0
+            found[:] = i
+        part = torch.from_numpy(held.pop(0)[:n])  # as long as anything looks at them
+        more = [memory.pages(n) for _ in range(3)]
+        for found in more:
+            found[:] = 9
+        assert [part.unique().tolist(), *(np.unique(found).tolist() for found in held)] == [[0], [1], [2]]
+
+
+def test_large_pages_that_nobody_looks_at_are_given_again_until_memory_is_kept_no_longer():
+    with memory.memory_kept():
+        first = memory.pages(memory.LARGE)
+        where, view = first.ctypes.data, first[10:20]
+        del first
+        second = memory.pages(memory.LARGE)
+        assert second.ctypes.data != where
+        del view
+        assert memory.pages(memory.LARGE).ctypes.data == where
+        assert sum(map(len, memory._free.values())) == 1
+    assert not memory._free
+    del second
+    assert not memory._free

@@ -1,0 +1,76 @@
+"""Memory that is used again: a system clears every page that it gives, which takes as long as a disk takes to fill."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+__all__ = ["PAGE", "memory_kept", "pages"]
+
+PAGE = 4096
+LARGE = 1 << 20  # bytes; what is smaller is kept anyway
+
+_keeping, _counting = 0, threading.Lock()  # how many want memory kept
+_free = defaultdict[int, list[mmap.mmap]](list)
+
+
+@contextmanager
+def memory_kept() -> Iterator[None]:
+    """Have `pages` and glibc keep what is used no more, for other threads too, and serve every size from it.
+
+    Otherwise large tensors are mapped and cleared at each use.
+    """
+    global _keeping
+    trim_threshold, mmap_max = -1, -4
+    mallopt = _mallopt()
+    with _counting:
+        _keeping += 1
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:
+        with _counting:
+            _keeping -= 1
+            if not _keeping:
+                mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
+                mallopt(trim_threshold, 1 << 26)
+                _free.clear()
+
+
+def pages(n: int) -> np.ndarray:
+    """Memory for so many bytes, in whole pages, at an address that is a multiple of a page's size."""
+    whole = -(-n // PAGE) * PAGE
+    if not _keeping or whole < LARGE:
+        found = np.empty(whole + PAGE, np.uint8)
+        return found[-found.ctypes.data % PAGE :][:whole]
+    try:
+        memory = _free[whole].pop()
+    except IndexError:
+        memory = mmap.mmap(-1, whole)
+        with suppress(AttributeError, OSError):  # another system
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    held = (ctypes.c_uint8 * whole).from_buffer(memory)
+    weakref.finalize(held, _back, whole, memory).atexit = False
+    return np.frombuffer(held, np.uint8)  # pyright: ignore
+
+
+def _back(n: int, memory: mmap.mmap) -> None:
+    """Called when the last array over the memory is gone."""
+    if _keeping:
+        _free[n].append(memory)
+
+
+def _mallopt():  # noqa: ANN202
+    """Glibc's function, or one that does nothing."""
+    try:
+        return ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return lambda *_: None
