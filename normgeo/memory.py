@@ -16,6 +16,7 @@ __all__ = ["PAGE", "memory_kept", "pages"]
 
 PAGE = 4096
 LARGE = 1 << 20  # bytes; what is smaller is kept anyway
+AT_MOST = 1 << 30  # bytes that wait to be used again
 
 _keeping, _counting = 0, threading.Lock()  # how many want memory kept
 _free = defaultdict[int, list[mmap.mmap]](list)
@@ -46,7 +47,10 @@ def memory_kept() -> Iterator[None]:
 
 
 def pages(n: int) -> np.ndarray:
-    """Memory for so many bytes, in whole pages, at an address that is a multiple of a page's size."""
+    """Memory for so many bytes, in whole pages, at an address that is a multiple of a page's size.
+
+    While memory is kept, large pages where the system has some, of which a disk's driver takes each for itself.
+    """
     whole = -(-n // PAGE) * PAGE
     if not _keeping or whole < LARGE:
         found = np.empty(whole + PAGE, np.uint8)
@@ -64,7 +68,7 @@ def pages(n: int) -> np.ndarray:
 
 def _back(n: int, memory: mmap.mmap) -> None:
     """Called when the last array over the memory is gone."""
-    if _keeping:
+    if _keeping and n + sum(size * len(free) for size, free in tuple(_free.items())) <= AT_MOST:
         _free[n].append(memory)
 
 

@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from normgeo.direct import BLOCK
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum, copied, joined
+from normgeo.memory import pages
 from normgeo.rebuild import standardized
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
@@ -123,9 +123,9 @@ class _Buffers:
             if self.out + self._kept > self.limit:  # those of other sizes are in the way
                 self._free.clear()
                 self._kept = 0
-        spare = 0 if pinned else BLOCK  # pinned memory begins with a page, and is twice what is over a power of two
-        room = torch.empty(n + spare, dtype=torch.uint8, pin_memory=pinned)
-        return room[-room.data_ptr() % BLOCK if spare else 0 :][:n]
+        if pinned:
+            return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(pages(n)[:n])
 
     def give(self, buffer: Tensor, pinned: bool) -> None:
         """Have it back."""
