@@ -18,8 +18,8 @@ PAGE = 4096
 LARGE = 1 << 20  # bytes; what is smaller is kept anyway
 AT_MOST = 1 << 30  # bytes that wait to be used again
 
-_keeping, _counting = 0, threading.Lock()  # how many want memory kept
-_free = defaultdict[int, list[mmap.mmap]](list)
+_keeping, _free = 0, defaultdict[int, list[mmap.mmap]](list)  # how many want memory kept; what is, by size
+_changing = threading.RLock()  # arrays come to their end anywhere, within what is done here as well
 
 
 @contextmanager
@@ -31,14 +31,14 @@ def memory_kept() -> Iterator[None]:
     global _keeping
     trim_threshold, mmap_max = -1, -4
     mallopt = _mallopt()
-    with _counting:
+    with _changing:
         _keeping += 1
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, -1)
     try:
         yield
     finally:
-        with _counting:
+        with _changing:
             _keeping -= 1
             if not _keeping:
                 mallopt(mmap_max, 65536)  # the default, and what the other's adjusts itself to
@@ -52,24 +52,39 @@ def pages(n: int) -> np.ndarray:
     While memory is kept, large pages where the system has some, of which a disk's driver takes each for itself.
     """
     whole = -(-n // PAGE) * PAGE
-    if not _keeping or whole < LARGE:
+    memory = _mapped(whole) if _keeping and whole >= LARGE else None
+    if memory is None:
         found = np.empty(whole + PAGE, np.uint8)
         return found[-found.ctypes.data % PAGE :][:whole]
-    try:
-        memory = _free[whole].pop()
-    except IndexError:
-        memory = mmap.mmap(-1, whole)
-        with suppress(AttributeError, OSError):  # another system
-            memory.madvise(mmap.MADV_HUGEPAGE)
     held = (ctypes.c_uint8 * whole).from_buffer(memory)
     weakref.finalize(held, _back, whole, memory).atexit = False
     return np.frombuffer(held, np.uint8)  # pyright: ignore
 
 
+def _mapped(n: int) -> mmap.mmap | None:
+    """What is kept of this size, or new; None where there is none."""
+    with _changing:
+        if _free[n]:
+            return _free[n].pop()
+    try:
+        memory = mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's are its own
+    except OSError:
+        return None
+    with suppress(AttributeError, OSError):  # another system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def _back(n: int, memory: mmap.mmap) -> None:
     """Called when the last array over the memory is gone."""
-    if _keeping and n + sum(size * len(free) for size, free in tuple(_free.items())) <= AT_MOST:
-        _free[n].append(memory)
+    with _changing:
+        if not _keeping:
+            return
+        if n + sum(size * len(free) for size, free in list(_free.items())) > AT_MOST:
+            for size in [size for size in _free if size != n]:  # nobody asks for them any more
+                del _free[size]
+        if n * (len(_free[n]) + 1) <= AT_MOST:
+            _free[n].append(memory)
 
 
 def _mallopt():  # noqa: ANN202

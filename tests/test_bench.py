@@ -1,3 +1,4 @@
+import os
 from types import SimpleNamespace
 
 import matplotlib.figure
@@ -128,3 +129,44 @@ def test_large_pages_that_nobody_looks_at_are_given_again_until_memory_is_kept_n
     assert not memory._free
     del second
     assert not memory._free
+
+
+def test_what_waits_to_be_used_again_is_bounded_and_gives_way_to_other_sizes(monkeypatch):
+    n = memory.LARGE
+    monkeypatch.setattr(memory, "AT_MOST", 3 * n)
+    waiting = lambda: {size: len(free) for size, free in memory._free.items() if free}  # noqa: E731
+    with memory.memory_kept():
+        held = [memory.pages(n) for _ in range(5)]
+        del held
+        assert waiting() == {n: 3}
+        del (other := [memory.pages(2 * n)])[:]
+        assert other == []
+        assert waiting() == {2 * n: 1}
+        del (other := [memory.pages(4 * n)])[:]
+        assert waiting() == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forks_memory_is_its_own():
+    with memory.memory_kept():
+        mine, kept = memory.pages(memory.LARGE), memory.pages(memory.LARGE)
+        mine[:], kept[:] = 1, 2
+        where = kept.ctypes.data
+        del kept
+        if not (child := os.fork()):
+            mine[:] = 3
+            memory.pages(memory.LARGE)[:] = 4
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        kept = memory.pages(memory.LARGE)
+        assert kept.ctypes.data == where
+        assert (mine == 1).all()
+        assert (kept == 2).all()
+
+
+def test_without_memory_for_more_there_is_the_usual_error(monkeypatch):
+    monkeypatch.setattr(memory.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
+    with memory.memory_kept():
+        assert len(memory.pages(memory.LARGE)) == memory.LARGE
+        with pytest.raises(MemoryError):
+            memory.pages(1 << 60)

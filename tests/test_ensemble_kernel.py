@@ -3,6 +3,9 @@
 By the processor's unit for matrices and by its instruction, where it has them, and in torch.
 """
 
+import ctypes
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from normgeo import kernels
 from normgeo.geometry import Directions
 from normgeo.kernels import ensemble
+from normgeo.kernels.compiling import compiled
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.tokens import TokenBatch
@@ -85,15 +89,58 @@ def test_rows_may_lie_apart_and_in_any_order_and_threads_do_not_matter():
         torch.set_num_threads(before)
 
 
-def test_other_products_of_matrices_find_the_processor_as_they_left_it():
-    """Torch's own keep what shape its tiles have from one product to the next."""
-    directions, x = Directions.seeded(96, 64), torch.randn(64, 96).bfloat16()
-    other = torch.randn(96, 40).bfloat16()
-    before = x @ other
-    torch.testing.assert_close(before.float(), x.float() @ other.float(), rtol=1e-2, atol=1e-1)
-    for _ in range(3):
-        moments(x, torch.arange(50), directions)
-        assert torch.equal(x @ other, before)
+FOUND = """
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+extern "C" {
+void shape(const void* config) { _tile_loadconfig(config); }
+void shaped(void* config) { __asm__ volatile("sttilecfg\t(%0)" : : "r"(config) : "memory"); }
+void leave() { _tile_release(); }
+}
+"""
+
+
+def has_tiles():
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text() and ensemble.loaded() is not None
+
+
+def test_tiles_are_used_where_there_are_some():
+    """They add up in another order than the instruction, so that there is a difference in the last bits."""
+    directions, x = Directions.seeded(576, 64), torch.randn(500, 576).bfloat16()
+    found = moments(x, torch.arange(500), directions)
+    ensemble.TILES = not ensemble.TILES
+    assert torch.equal(found, moments(x, torch.arange(500), directions)) == (not has_tiles())
+
+
+def test_others_find_the_tiles_as_they_left_them(tmp_path):
+    if not has_tiles():
+        return
+    (tmp_path / "found.cpp").write_text(FOUND)
+    library = ctypes.CDLL(str(compiled(tmp_path / "found.cpp")))
+    mine = bytes([1, 0, *[0] * 14, *[32, 0] * 8, *[0] * 16, *[7] * 8, *[0] * 8])
+    after, directions, x = ctypes.create_string_buffer(64), Directions.seeded(96, 64), torch.randn(64, 96).bfloat16()
+    moments(x, torch.arange(50), directions)  # asks for the tiles
+    for before in (mine, bytes(64)):
+        library.shape(before) if any(before) else library.leave()
+        moments(x, torch.arange(20), directions)  # in this thread
+        library.shaped(after)
+        assert after.raw == before
+    library.leave()
+
+
+def test_what_torch_makes_by_default_does_not_matter():
+    directions, x = Directions.seeded(40, 70), torch.randn(30, 40).bfloat16()
+    units = kernels.project(x, directions.units)[0]
+    expected = (packed := ensemble.packed(directions.ensemble)) and packed.moments(x, torch.arange(30), units)
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            again = (packed := ensemble.packed(directions.ensemble)) and packed.moments(x, torch.arange(30), units)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert again is None if expected is None else torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])

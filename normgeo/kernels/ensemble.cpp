@@ -7,7 +7,8 @@
 #include <immintrin.h>
 #include <vector>
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -82,12 +83,15 @@ void cosines_of(const uint16_t* row, int64_t d, double length, const uint16_t* p
 
 constexpr float SMALL = 0x1p-90f;
 
-#ifdef __AMX_BF16__
+#ifdef TILES
 
 bool tiles_are_granted() {  // their contents are large, and the system keeps them for those who ask
     static const bool granted = !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
     return granted;
 }
+
+// What was written there is there: GCC does not know that tiles read it, nor how much of it.
+inline void settled(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 // Tiles 0 to 3 for sums of 16 rows and 4 x 16 vectors, 4 and 5 for numbers of either; others find theirs as they were.
 class Tiles {
@@ -99,10 +103,13 @@ class Tiles {
 
 public:
     Tiles() {
+        settled(this);
         _tile_storeconfig(&before);
+        settled(this);
         _tile_loadconfig(&shapes);
     }
     ~Tiles() {
+        settled(this);
         if (before.palette) _tile_loadconfig(&before);
         else _tile_release();
     }
@@ -112,6 +119,8 @@ public:
 // dots[r][column] of 16 rows, which lie `depth` apart, and a panel as deep.
 void dots_by_tiles(const uint16_t* rows, int64_t depth, const uint16_t* panel, float (*dots)[PANEL]) {
     constexpr int64_t TO_NEXT = PAIR * sizeof(uint16_t), OUT = PANEL * sizeof(float);
+    settled(rows);
+    settled(panel);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -175,7 +184,7 @@ void block_of(const Rows& of, const int64_t* index, int64_t n, bool tiles, const
             moments_of(of, index, n, panel, shrink + p * PANEL, dots, out + p * PANEL, panels * PANEL);
         }
     };
-#ifdef __AMX_BF16__
+#ifdef TILES
     if (tiles) {
         std::vector<uint16_t> side_by_side(BLOCK * depth);
         for (int64_t i = 0; i < n; i++) std::memcpy(&side_by_side[i * depth], rows[i], of.d * sizeof(uint16_t));
@@ -204,7 +213,7 @@ extern "C" bool normgeo_null_moments(const uint16_t* x, int64_t n, int64_t d, in
     const Rows rows = {x, stride, d, lengths};
     const int64_t blocks = (n + BLOCK - 1) / BLOCK, size = 3 * panels * PANEL;
     std::vector<double> sums(blocks * size);
-#ifdef __AMX_BF16__
+#ifdef TILES
     tiles = tiles && tiles_are_granted();
 #endif
     normgeo::spread(parallel, blocks, 1, [&](int64_t a, int64_t b) {

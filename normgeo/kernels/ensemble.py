@@ -50,7 +50,7 @@ class Ensemble:
             lengths: of all rows, float64 and contiguous.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty((3, len(self.shrink)), dtype=torch.float64)
+        out = torch.empty((3, len(self.shrink)), dtype=torch.float64, device="cpu")
         loaded()(
             x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
             self.panels.data_ptr(), self.shrink.data_ptr(), len(self.panels), TILES, out.data_ptr(),
@@ -64,9 +64,9 @@ def packed(vectors: Float[Tensor, "k d"]) -> Ensemble | None:
     if loaded() is None:
         return None
     k, d = vectors.shape
-    room = torch.zeros((-(-k // PANEL) * PANEL, -(-d // DEPTH) * DEPTH), dtype=torch.bfloat16)
+    room = torch.zeros((-(-k // PANEL) * PANEL, -(-d // DEPTH) * DEPTH), dtype=torch.bfloat16, device="cpu")
     room[:k, :d] = vectors
-    shrink = torch.zeros(len(room))
+    shrink = torch.zeros(len(room), dtype=torch.float32, device="cpu")
     shrink[:k] = 1 / torch.linalg.vector_norm(vectors.double(), dim=1)
     panels = room.view(-1, PANEL, room.shape[1] // 2, 2).transpose(1, 2).contiguous()
     return Ensemble(panels, shrink, k)

@@ -111,7 +111,7 @@ inline void narrow<16>(Of<16>::Floats v, Float16* out) {
 
 template <>
 inline void narrow<16>(Of<16>::Floats v, Bfloat16* out) {
-#if defined(__AVX512BF16__) && !defined(KEEP_SUBNORMALS)  // the instruction makes them zero
+#ifdef __AVX512BF16__  // makes subnormal numbers zero
     const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
     std::memcpy(out, &halves, sizeof halves);
 #else
