@@ -64,8 +64,8 @@ def pages(n: int) -> np.ndarray:
 def _mapped(n: int) -> mmap.mmap | None:
     """What is kept of this size, or new; None where there is none."""
     with _changing:
-        if _free[n]:
-            return _free[n].pop()
+        if free := _free[n]:
+            return free.pop()
     try:
         memory = mmap.mmap(-1, n, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's are its own
     except OSError:

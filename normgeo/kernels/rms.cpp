@@ -52,7 +52,7 @@ struct Block<Bfloat16, L> {
     static constexpr int64_t place(int64_t i) { return i / 2 + i % 2 * (2 * L); }
 
     static Block read(const Bfloat16* x) {
-        const Words words = normgeo::read<Words>(reinterpret_cast<const float*>(x));
+        const Words words = normgeo::read<Words>(x);
         return {cast<Floats>(words << 16), cast<Floats>(words & 0xffff0000u)};
     }
 
