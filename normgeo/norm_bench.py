@@ -94,11 +94,11 @@ def _runs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
     generator = torch.Generator().manual_seed(seed)
     d = shape[-1]
     x, residual = (torch.randn(shape, generator=generator) for _ in range(2))
-    x, residual = (v - v.mean(-1, keepdim=True) for v in (x, residual))
+    x, residual = (v - v[..., :-1].mean(-1, keepdim=True) for v in (x, residual))
+    x[..., -1] = residual[..., -1] = 0  # one input for all, padded or not: another would have to come into the caches
     gamma, beta = (torch.randn(d, generator=generator) for _ in range(2))
-    padded = torch.cat([x[..., :-1], torch.zeros(*shape[:-1], 1)], -1)
-    x, residual, gamma, beta, padded = (v.to(device, dtype) for v in (x, residual, gamma, beta, padded))
-    runs = _plain(x, gamma, beta, padded) | _fused(x, residual, gamma, beta)
+    x, residual, gamma, beta = (v.to(device, dtype) for v in (x, residual, gamma, beta))
+    runs = _plain(x, gamma, beta) | _fused(x, residual, gamma, beta)
     _check(runs, x, residual, gamma, beta)
     copied = torch.empty_like(x)
     return runs | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
@@ -111,7 +111,7 @@ def _norm(cls: type, width: int, gamma: Tensor, beta: Tensor, **options: bool) -
     return norm
 
 
-def _plain(x: Tensor, gamma: Tensor, beta: Tensor, padded: Tensor) -> dict[str, Callable]:
+def _plain(x: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
     d = x.shape[-1]
     rms, crms = _norm(RMSNorm, d, gamma, beta), _norm(CRMSNorm, d - 1, gamma, beta)
     zero = torch.cat([beta[:-1], beta.new_zeros(1)])  # what is zero stays zero
@@ -125,7 +125,7 @@ def _plain(x: Tensor, gamma: Tensor, beta: Tensor, padded: Tensor) -> dict[str, 
         "rms_norm": lambda: functional.rms_norm(x, (d,), gamma, EPS) + beta,
         "RMSNorm": lambda: rms(x),
         "RMSNorm compiled": lambda: compiled(x),
-        "CRMSNorm padded": lambda: crms_padded(padded),
+        "CRMSNorm padded": lambda: crms_padded(x),
         "CRMSNorm d - 1": lambda: crms(short),
     }
 
