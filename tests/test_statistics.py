@@ -140,9 +140,7 @@ def test_the_null_ensemble_equals_the_oracle(mean):
         ("standardized", oracle.standardized(pre.double().numpy(), "layernorm", EPS)),
     ):
         for column, expected in oracle.null_row(x, null).items():
-            # a spread of nothing is the root of what two squares, of 60 degrees in float32, differ by
-            tolerance = 1e-2 if mean == 1e5 and column == "within_deg" else 1e-3
-            assert value(frame, phase, "null", column) == pytest.approx(expected, abs=tolerance), column
+            assert value(frame, phase, "null", column) == pytest.approx(expected, abs=1e-3), column
 
 
 # --- groups, heads, what is left out -----------------------------------------------------------------------------

@@ -148,24 +148,20 @@ void dots_by_tiles(const uint16_t* rows, int64_t depth, const uint16_t* panel, f
 // Sums of arcsin(c), its square and c^2 over n rows of an index, for a panel of vectors and one over their lengths.
 void moments_of(const Rows& of, const int64_t* index, int64_t n, const uint16_t* panel, const float* shrink,
                 float (*dots)[PANEL], double* out, int64_t plane) {
-    double sums[3][PANEL] = {};
-    for (int64_t i = 0; i < n;) {
-        float part[3][PANEL] = {};
-        for (const int64_t stop = i + TILE < n ? i + TILE : n; i < stop; i++) {
-            const double exact = of.lengths[index[i]];
-            const float length = float(exact), scale = length < SMALL ? 1.0f : 1 / length;
-            if (!(length > 0 && std::isfinite(length))) continue;
-            if (length < SMALL) cosines_of(of.at(index[i]), of.d, exact, panel, dots[i]);
+    double sums[3][PANEL] = {};  // a spread is what little the mean of squares and the square of the mean differ by
+    for (int64_t i = 0; i < n; i++) {
+        const double exact = of.lengths[index[i]];
+        const float length = float(exact), scale = length < SMALL ? 1.0f : 1 / length;
+        if (!(length > 0 && std::isfinite(length))) continue;
+        if (length < SMALL) cosines_of(of.at(index[i]), of.d, exact, panel, dots[i]);
 #pragma omp simd
-            for (int64_t j = 0; j < PANEL; j++) {
-                const float c = dots[i][j] * scale * shrink[j], a = normgeo::arcsine(c);
-                part[0][j] += a;
-                part[1][j] += a * a;
-                part[2][j] += c * c;
-            }
+        for (int64_t j = 0; j < PANEL; j++) {
+            const float cosine = dots[i][j] * scale * shrink[j];
+            const double c = cosine, a = normgeo::arcsine(cosine);
+            sums[0][j] += a;
+            sums[1][j] += a * a;
+            sums[2][j] += c * c;
         }
-        for (int m = 0; m < 3; m++)
-            for (int64_t j = 0; j < PANEL; j++) sums[m][j] += part[m][j];
     }
     for (int m = 0; m < 3; m++) std::memcpy(out + m * plane, sums[m], sizeof sums[m]);
 }

@@ -137,23 +137,19 @@ void gather_row(const T* x, int64_t d, double length, double mean, float* out) {
 
 constexpr int64_t COLUMNS = 64;
 
-// Sums over rows of arcsin(c), its square and c^2, for up to 64 columns of `cosines`.
+// Sums over rows of arcsin(c), its square and c^2, for up to 64 columns of `cosines`. In float64: a spread is what little
+// the mean of squares and the square of the mean differ by.
 void moments_block(const float* cosines, int64_t rows, int64_t k, int64_t n, double* out, int64_t plane) {
     double sums[3][COLUMNS] = {};
-    for (int64_t i = 0; i < rows;) {
-        float part[3][COLUMNS] = {};
-        for (const int64_t stop = i + 16 < rows ? i + 16 : rows; i < stop; i++) {
-            const float* row = cosines + i * k;
+    for (int64_t i = 0; i < rows; i++) {
+        const float* row = cosines + i * k;
 #pragma omp simd
-            for (int64_t j = 0; j < n; j++) {
-                const float c = row[j], a = arcsine(c);
-                part[0][j] += a;
-                part[1][j] += a * a;
-                part[2][j] += c * c;
-            }
+        for (int64_t j = 0; j < n; j++) {
+            const double c = row[j], a = arcsine(row[j]);
+            sums[0][j] += a;
+            sums[1][j] += a * a;
+            sums[2][j] += c * c;
         }
-        for (int m = 0; m < 3; m++)
-            for (int64_t j = 0; j < n; j++) sums[m][j] += part[m][j];
     }
     for (int m = 0; m < 3; m++) std::memcpy(out + m * plane, sums[m], n * sizeof(double));
 }
