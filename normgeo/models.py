@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 import transformers
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
@@ -192,18 +193,32 @@ def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
 def explained(name: str, error: Exception) -> ModelError:
     """What is wrong with a model's name, in one line, from what loading it raised."""
     text = " ".join(str(error).split())
-    low = text.lower()
-    if "gated" in low or "401" in low or "403" in low:
+    low, path = text.lower(), Path(name)
+    if path.is_file():
+        hint, text = "it is a file, and a model is a directory or a hub id", ""
+    elif path.is_dir() and not (path / "config.json").exists():
+        hint, text = "the directory has no config.json", ""
+    elif not path.exists() and not _hub_id(name):
+        hint, text = "there is no such directory", ""
+    elif "gated" in low or "401" in low or "403" in low:
         hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
     elif "trust_remote_code" in low:
         hint = "it brings its own code, which is run only with --trust-remote-code"
     elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
         hint = "it has no safetensors weights; pickled weights are not read: convert them first"
-    elif "connect" in low or "offline" in low or "not a valid model identifier" in low or "repo id must be" in low:
+    elif "connect" in low or "offline" in low or "not a valid model identifier" in low:
         hint = "there is no such local directory, and the hub does not have it or cannot be reached"
     else:
         hint = type(error).__name__
-    return ModelError(f"cannot load the model {name!r}: {hint} ({text[:300]})")
+    return ModelError(f"cannot load the model {name!r}: {hint}" + (f" ({text[:300]})" if text else ""))
+
+
+def _hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:

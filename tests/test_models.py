@@ -56,7 +56,7 @@ def test_example_inputs_are_accepted(name):
 
 
 def test_models_without_embeddings_to_load_are_explained(tmp_path):
-    with pytest.raises(ModelError, match="no such local directory"):
+    with pytest.raises(ModelError, match="there is no such directory"):
         load_model(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ModelError, match="unheard_of"):
