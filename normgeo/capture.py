@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
-import zarr
 from torch import Tensor
 
 from normgeo.angles import AngleTable, new_statistics
@@ -25,7 +24,7 @@ from normgeo.runs import (
     Job,
     RunConfig,
     check_same,
-    full_disk_explained,
+    disk_explained,
     new_record,
     now,
     prepare,
@@ -33,12 +32,13 @@ from normgeo.runs import (
 )  # fmt: skip
 from normgeo.statistics import AngleStatistics
 from normgeo.storage import Storage
-from normgeo.store import HiddenStateStore
+from normgeo.store import ChunkReader, HiddenStateStore
 from normgeo.store_layout import (
     Layout,
     create,
-    read_json,
+    read_record,
     read_state,
+    write_record,
 )  # fmt: skip
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
@@ -47,6 +47,7 @@ from normgeo.tokens import TokenBatch, TokenStream
 __all__ = ["CaptureConfig", "resume_capture", "start_capture"]
 
 PHASES = ("pre", "standardized", "post")
+DISK_BLOCK = 4096  # bytes that files are rounded up to on a disk
 REBUILT_WITHIN = 0.01  # of the largest output: beyond this a norm does something that no recipe knows
 
 
@@ -63,13 +64,22 @@ class CaptureConfig:
             raise NormGeoError(f"--phases takes some of {', '.join(PHASES)}, received {','.join(self.phases)!r}")
         if len(self.run.models) != 1:
             raise NormGeoError("one model is captured at a time")
+        if self.chunk_bytes < 1:
+            raise NormGeoError(f"--chunk-mib must be at least 1, received {self.chunk_bytes >> 20}")
 
 
 @dataclass(frozen=True)
 class _Plan:
+    """What a store will be like; `beside` is what a row takes at most besides its chunks' numbers, in bytes."""
+
     layout: Layout
     rebuilds: list[Rebuild]
     classes: list[str]
+    beside: int
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes on a disk that so many rows take at most."""
+        return rows * (self.layout.row_bytes + self.beside)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def resume_capture(
 
 def _check_free(storage: Storage, config: CaptureConfig) -> None:
     if storage.size("store.json") is not None:
-        status = read_json(storage, "store.json")["status"]
+        status = read_record(storage, "store.json")["status"]
         finish = f"finish it with --resume {storage}, or " if status != "complete" else ""
         raise StoreError(f"{storage} already holds a store ({status}); {finish}give another --store")
     if storage.occupied():
@@ -140,7 +150,7 @@ def _check_free(storage: Storage, config: CaptureConfig) -> None:
 def _interrupted(storage: Storage) -> dict[str, Any]:
     if storage.size("store.json") is None:
         raise StoreError(f"{storage} holds no store.json; there is nothing to resume")
-    record = read_json(storage, "store.json")
+    record = read_record(storage, "store.json")
     if record["status"] == "complete":
         raise StoreError(f"the store in {storage} is complete; normgeo angles --store {storage} reads it")
     return record
@@ -153,19 +163,19 @@ def _capture(
     ranks.take_gpu(config.run.device, config.run.device_map)
     job = prepare(config.run, config.run.models[0])
     plan, where = _planned(config, job), str(storage)
-    record = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
-    check_same(record["provenance"]["identity"]["about"], job.about, where)
-    check_same({"layout": record["layout"]}, {"layout": plan.described}, where, ("layout",))
-    with ExitStack() as held, full_disk_explained(where), ranks.told_to_end():
-        run, missing = ranks.first("begun", lambda: _begin(storage, record, plan, job, held))
+    with ExitStack() as held, disk_explained(where), ranks.told_to_end():
+        about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
+        check_same(about["provenance"]["identity"]["about"], job.about, where)
+        check_same({"layout": about["layout"]}, {"layout": plan.described}, where, ("layout",))
+        run, missing = ranks.first("begun", lambda: _begin(storage, about, plan, job, held))
         if ranks.rank:
             held.enter_context(storage.writing(run))
         try:
             _write(config, job, plan, storage, ranks.share(missing), progress and not ranks.rank)
             ranks.done("written")
-            return None if ranks.rank else _finished(config, job, storage, record)
+            return None if ranks.rank else _finished(config, job, storage, about)
         except NormGeoError:
-            if ranks.size == 1 and not storage.names("commits"):
+            if record is None and ranks.size == 1 and not storage.names("commits"):
                 storage.discard()  # nothing was captured: leave nothing behind
             raise
 
@@ -184,7 +194,7 @@ def _new_record(
 def _begin(storage: Storage, record: dict[str, Any], plan: _Plan, job: Job, held: ExitStack) -> tuple[str, list[int]]:
     """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write."""
     run = held.enter_context(storage.writing())
-    storage.put("store.json", _text(record))
+    write_record(storage.put, "store.json", record, indent=2)
     if storage.size("hidden.zarr/zarr.json") is None:
         create(storage, plan.layout, job.sites, plan.rebuilds, plan.classes, record["provenance"])
     store = HiddenStateStore(storage)
@@ -192,9 +202,12 @@ def _begin(storage: Storage, record: dict[str, Any], plan: _Plan, job: Job, held
     for commit in store.committed.values():
         read_state(storage, commit)
     missing = [row for row in range(plan.layout.rows) if row not in store.committed]
-    left, free = len(missing) * plan.layout.row_bytes, storage.free()
+    left, free = plan.nbytes(len(missing)), storage.free()
     if free is not None and left > free:
-        raise StoreError(f"the rest needs {left:,} bytes, and the disk of {storage} has fewer; make space and resume")
+        raise StoreError(
+            f"the rest needs up to {left:,} bytes and the disk of {storage} has {free:,} free; make space and give "
+            f"--resume {storage}"
+        )
     return run, missing
 
 
@@ -207,13 +220,11 @@ def _finished(config: CaptureConfig, job: Job, storage: Storage, record: dict[st
         statistics.add_state_dict(read_state(storage, commit))
     table = AngleTable.from_statistics(statistics, job.label)
     with storage.results() as folder:
-        write_results(table, folder)
-    storage.put("store.json", _text(record | {"status": "complete", "finished": now()}))
+        files = write_results(table, folder)
+        sums = {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    ended = {"status": "complete", "finished": now(), "results": sums}
+    write_record(storage.put, "store.json", record | ended, indent=2)
     return table
-
-
-def _text(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, indent=2) + "\n").encode()
 
 
 class _Probe:
@@ -247,16 +258,26 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
         rebuilds.append(rebuild)
         dtypes.append(str(pre.dtype).removeprefix("torch."))
     layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)
-    return _Plan(layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites])
+    return _Plan(
+        layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites], _beside(config, job, layout)
+    )
+
+
+def _beside(config: CaptureConfig, job: Job, layout: Layout) -> int:
+    """Bytes that a row takes on a disk beside its chunks' numbers, at most: statistics, records, the ends of files."""
+    tokens = min(layout.n_tokens, layout.chunk + config.run.batch * job.tokens.context)  # of batches that begin in it
+    state = _empty_statistics(config, job).state_bytes(tokens)
+    record = 1024 + sum(len(spec.name) + 64 for spec in layout.arrays) + sum(len(site.key) + 32 for site in job.sites)
+    return state + record + DISK_BLOCK * (len(layout.arrays) + 2)
 
 
 def _check_space(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage) -> str:
     """Refuse what cannot fit; else one line on what will be captured, and its cost."""
-    layout, free = plan.layout, storage.free()
-    if free is not None and layout.nbytes > free:
+    layout, free, most = plan.layout, storage.free(), plan.nbytes(plan.layout.rows)
+    if free is not None and most > free:
         raise StoreError(
-            f"the hidden states need {layout.nbytes:,} bytes and the disk of {storage} has {free:,} free; give fewer "
-            "--tokens, --phases pre, some --sites or another --store"
+            f"the hidden states need {layout.nbytes:,} bytes, with statistics and records up to {most:,}, and the disk "
+            f"of {storage} has {free:,} free; give fewer --tokens, --phases pre, some --sites or another --store"
         )
     room = "an object store says nothing of free space" if free is None else f"{free / 1e9:.1f} GB free"
     rate, what = storage.rate(), "the disk" if free is not None else "one upload after the other"
@@ -267,8 +288,9 @@ def _check_space(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage)
     )  # fmt: skip
     return (
         f"{job.label}: {len(job.sites)} norms, {', '.join(config.phases)}, {job.n_tokens:,} tokens of "
-        f"{job.tokens.source}: exactly {layout.nbytes:,} bytes ({room}) in rows of {layout.chunk:,} "
-        f"tokens; forward pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
+        f"{job.tokens.source}: exactly {layout.nbytes:,} bytes of hidden states, with statistics and records up to "
+        f"{most:,} ({room}), in rows of {layout.chunk:,} tokens; forward "
+        f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
     )
 
 
@@ -319,8 +341,8 @@ def _tokens_of(rows: Set[int], layout: Layout, batch: TokenBatch) -> int:
 
 def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
     """Refuse tokens that are not those already stored."""
-    chunk, array = store.layout.chunk, cast(zarr.Array, store.root["tokens/id"])
-    stored = functools.lru_cache(1)(lambda row: np.asarray(array[row * chunk : store.layout.stop(row)]))
+    chunk, ids = store.layout.chunk, store.layout.arrays[0]
+    stored = functools.lru_cache(1)(lambda row: ChunkReader(store, ids, row).read(store.layout.stop(row) - row * chunk))
     last, done = max(store.committed, default=-1), 0
     for context, _ in tokens.contexts():
         for row in range(done // chunk, (done + len(context) - 1) // chunk + 1):

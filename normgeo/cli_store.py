@@ -78,7 +78,8 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         store: Annotated[str, typer.Argument(help="What `capture` wrote: a directory, s3://BUCKET/PREFIX or gs://...")],
     ) -> None:
         """Read every byte of a store and name what is damaged."""
-        from normgeo.store import verify as verifying
+        from normgeo.store import HiddenStateStore
+        from normgeo.store_check import verify as verifying
 
         checked, problems = verifying(store)
         for problem in problems:
@@ -86,6 +87,8 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         if problems:
             raise StoreError(f"{store}: {len(problems)} files are missing or damaged")
         console.print(f"{store}: {checked:,} chunks are what was committed")
+        if missing := HiddenStateStore(store).missing:
+            console.print(missing)
 
     @bench.command("store")
     def bench_store(

@@ -9,7 +9,6 @@ renewed it for a minute.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import re
@@ -21,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class Objects(Storage):
             import obstore
         except ImportError as error:
             raise StoreError(f"{address} needs obstore: pip install 'normgeo[objects]'") from error
-        self._ob, self._lost = obstore, threading.Event()
+        self._ob, self._lost, self._held = obstore, threading.Event(), None
         patience = datetime.timedelta(seconds=TRY_SECONDS)
         with self._explained():
             self._ob.list_with_delimiter(self._open(max_retries=2, retry_timeout=patience), "commits")
@@ -193,10 +193,12 @@ class Objects(Storage):
             self._ob.delete(self._objects, [name])
 
     def discard(self) -> None:
-        """Remove all objects."""
+        """Remove all objects but the lock, which is renewed before: who has lost it removes nothing of another's."""
+        if not self._renewed():
+            return
         with self._explained():
             for page in self._ob.list(self._objects):
-                self._ob.delete(self._objects, [found["path"] for found in page])
+                self._ob.delete(self._objects, [found["path"] for found in page if found["path"] != "lock"])
 
     @contextmanager
     def results(self) -> Iterator[Path]:
@@ -241,9 +243,9 @@ class Objects(Storage):
                 raise StoreError(f"{self} is not the store that this run's first process writes")
             yield run
             return
-        run = uuid.uuid4().hex
-        version, ended = self._take(_holder(run)), threading.Event()
-        renewing = threading.Thread(target=self._renew, args=(run, version, ended), daemon=True)
+        run, ended = uuid.uuid4().hex, threading.Event()
+        self._held = _Held(run, self._take(_holder(run)))
+        renewing = threading.Thread(target=self._renew, args=(ended,), daemon=True)
         renewing.start()
         try:
             yield run
@@ -275,21 +277,40 @@ class Objects(Storage):
         except (FileNotFoundError, exceptions.PreconditionError) as error:
             raise StoreError(f"another process has just begun or ended writing {self}; try again") from error
 
-    def _renew(self, run: str, version: Any, ended: threading.Event) -> None:
-        for times in itertools.count(1):
-            if ended.wait(LEASE_SECONDS / 4):
-                return
+    def _renew(self, ended: threading.Event) -> None:
+        while not ended.wait(LEASE_SECONDS / 4) and not self._lost.is_set():
+            self._renewed()
+
+    def _renewed(self) -> bool:
+        """Say that this run still writes; whether it does."""
+        held = self._held
+        if held is None or self._lost.is_set():
+            return False
+        with held.renewing:
             try:
-                version = _version(self._ob.put(self._objects, "lock", _holder(run, times), mode=version))
+                mine = _holder(held.run, held.times + 1)
+                held.version = _version(self._ob.put(self._objects, "lock", mine, mode=held.version))
+                held.times += 1
             except (FileNotFoundError, self._ob.exceptions.PreconditionError):
                 self._lost.set()
-                return
+                return False
             except self._ob.exceptions.BaseError:  # the network may come back
-                continue
+                return False
+        return True
 
     def _refuse_if_lost(self) -> None:
         if self._lost.is_set():
             raise StoreError(f"another process has taken over {self}, as this one was not heard of; this one ends")
+
+
+@dataclass
+class _Held:
+    """A lock that is held: by which run, in which version of the object, renewed how often."""
+
+    run: str
+    version: Any
+    times: int = 0
+    renewing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _ChunkBuffer(NewChunk):

@@ -163,15 +163,18 @@ def save_record(out: Path, record: dict[str, Any]) -> None:
 
 
 @contextmanager
-def full_disk_explained(out: Path | str) -> Iterator[None]:
+def disk_explained(out: Path | str) -> Iterator[None]:
+    """A full disk, or a place that nobody can write to, as one line."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(
+                f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
+            ) from error
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO):
             raise
-        raise RunError(
-            f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
-        ) from error
+        raise RunError(f"{out} cannot be written: {error.strerror} ({error.filename}); give another place") from error
 
 
 def _execute(
@@ -197,24 +200,25 @@ def _execute(
         if record["status"] == "new":  # only now is it known that the model and the data exist
             record = new_record(config)
         check_same(record["models"].setdefault(name, job.about), job.about, out)
-        with full_disk_explained(out):
+        with disk_explained(out):
             (out / "state").mkdir(parents=True, exist_ok=True)
             save_record(out, record)
             statistics = _measure(config, job, out, announce, progress)
         tables.append(AngleTable.from_statistics(statistics, job.label))
     table = AngleTable.concatenated(tables)
-    with full_disk_explained(out):
+    with disk_explained(out):
         write_results(table, out)
         record |= {"status": "complete", "finished": now()}
         save_record(out, record)
     return table
 
 
-def write_results(table: AngleTable, out: Path) -> None:
-    """Write `angles.parquet`, `sinks.parquet`, `verdict.md` and `figures/`."""
+def write_results(table: AngleTable, out: Path) -> list[Path]:
+    """Write `angles.parquet`, `sinks.parquet`, `verdict.md` and `figures/`; gives all files."""
     table.save(out)
     write_whole(out / "verdict.md", table.verdict().encode())
     _draw(table, out / "figures")
+    return [out / "angles.parquet", out / "sinks.parquet", out / "verdict.md", *sorted((out / "figures").glob("*"))]
 
 
 def _draw(table: AngleTable, folder: Path) -> None:
@@ -286,7 +290,7 @@ def prepare(config: RunConfig, name: str) -> Job:
         check_context(model, context)
     tokens = load_tokens(config.source, tokenizer, context)
     check_context(model, tokens.context)
-    n_tokens = config.tokens or _available(tokens)
+    n_tokens = _number(tokens, config.tokens)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
@@ -315,15 +319,21 @@ def prepare(config: RunConfig, name: str) -> Job:
     return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
 
 
-def _available(tokens: TokenStream) -> int:
-    """The default number of tokens: a million, or all of them where a local source has fewer."""
-    total = 0
+def _number(tokens: TokenStream, asked: int | None) -> int:
+    """So many tokens as were asked for; else a million, or all of them where a local source has fewer.
+
+    Raises:
+        DataError: a local source has fewer than were asked for. Said before anything is measured or written.
+    """
+    most, total = asked or DEFAULT_TOKENS, 0
     if tokens.digest.startswith("wikimedia/"):
-        return DEFAULT_TOKENS
+        return most
     for ids, _ in tokens.contexts():
         total += len(ids)
-        if total >= DEFAULT_TOKENS:
-            return DEFAULT_TOKENS
+        if total >= most:
+            return most
+    if asked is not None:
+        raise tokens.too_short(total, asked)
     return total
 
 

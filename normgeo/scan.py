@@ -30,7 +30,7 @@ from normgeo.kernels.checksum import checksum, joined
 from normgeo.memory import memory_kept
 from normgeo.progress import progress_bar
 from normgeo.rebuild import Rebuild
-from normgeo.runs import default_out, full_disk_explained, save_record, write_results
+from normgeo.runs import default_out, disk_explained, save_record, write_results
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics
 from normgeo.store import ChunkReader, HiddenStateStore
@@ -105,13 +105,13 @@ def angles_from_store(
     """
     store = HiddenStateStore(path)
     if not store.n_tokens:
-        raise StoreError(f"{path} holds no committed tokens yet")
-    if not store.complete:
-        announce(f"{path} is incomplete: {store.n_tokens:,} of {store.layout.n_tokens:,} tokens")
+        raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")
     identity = store.provenance["identity"]
-    scan = _Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed)
-    with memory_kept(), progress_bar(identity["label"], store.n_tokens, enabled=progress) as advance:
-        statistics, differing = _scanned(scan, store, batch or identity["batch"], scheduler, advance)
+    reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed), store)
+    if store.missing:
+        announce(store.missing)
+    with memory_kept():
+        statistics, differing = _scanned(reader, batch or identity["batch"], scheduler, progress)
     if differing:
         announce(
             f"rebuilt outputs at {len(differing)} of {len(statistics.sites)} sites are the model's to rounding, not to "
@@ -131,14 +131,26 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
     where = out or default_out((store.provenance["identity"]["label"],))
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
         raise RunError(f"{where} is not empty; give another --out")
-    table = angles_from_store(path, **options)
-    where.mkdir(parents=True, exist_ok=True)
-    with full_disk_explained(where):
+    with disk_explained(where), _made(where):
+        table = angles_from_store(path, **options)
         write_results(table, where)
         about = store.provenance["identity"]["about"]
         record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
         save_record(where, record)
     return table, where
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A directory that is there before anything is computed, and gone again where nothing came of it."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -184,13 +196,14 @@ def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: in
         yield task, future.result()
 
 
-def _scanned(
-    scan: _Scan, store: HiddenStateStore, batch: int, scheduler: str | None, advance: Callable[[int], None]
-) -> tuple[AngleStatistics, list[str]]:
+def _scanned(reader: _Reader, batch: int, scheduler: str | None, progress: bool) -> tuple[AngleStatistics, list[str]]:
     """The statistics of all committed tokens, and the sites whose rebuilt outputs are not the model's."""
-    reader, differing = _Reader(scan, store), set[str]()
-    statistics, run = reader.statistics(reader.sites), functools.partial(_run, scan) if scheduler else reader.run
-    with _cluster(scheduler) if scheduler else _threads() as (submit, workers):
+    statistics, differing, store = reader.statistics(reader.sites), set[str](), reader.store
+    run = reader.run if scheduler is None else functools.partial(_run, reader.scan)
+    with (
+        _threads() if scheduler is None else _cluster(scheduler) as (submit, workers),
+        progress_bar(store.provenance["identity"]["label"], store.n_tokens, enabled=progress) as advance,
+    ):
         tasks = _tasks(reader, batch, workers)
         for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
             statistics.add_state_dict(found.state, task.sites)
@@ -217,6 +230,11 @@ class _Reader:
         widths = sorted({site.d for site in self.sites})
         self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
         stored = {spec.name for spec in store.layout.arrays}
+        if absent := [site.key for site in self.sites if f"sites/{site.key}/pre" not in stored]:
+            raise StoreError(
+                f"{store.storage} was captured without the inputs of {absent[0]}, from which its angles are computed; "
+                "capture with --phases pre, or pre,post"
+            )
         self._missing = {site.key for site in self.sites if f"sites/{site.key}/post" not in stored}
         self._rebuild = functools.cache(store.rebuild)
         self._pool = ThreadPoolExecutor(torch.get_num_threads() * store.storage.threads, "read")

@@ -234,6 +234,11 @@ class AngleStatistics:
         """Add what another instance has seen of other tokens at the same sites."""
         self.add_state_dict(other.state_dict())
 
+    def state_bytes(self, n_tokens: int) -> int:
+        """Bytes of `state_dict` after so many tokens, at most: 16 for every bin that has something in it."""
+        bins = sum(9 * min(BINS, n_tokens * site.heads) for site in self.sites)
+        return 16 * bins + sum(value.nbytes for name, value in self.state.items() if name != "histogram")
+
     def state_dict(self) -> dict[str, Tensor]:
         """Everything accumulated so far, on the CPU, the histogram as its non-empty bins."""
         out = {

@@ -126,7 +126,7 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove everything."""
+        """Remove everything that this run wrote, while it holds the lock; nothing if it has lost it."""
 
     @abstractmethod
     def writing(self, run: str | None = None) -> AbstractContextManager[str]:
@@ -167,16 +167,18 @@ class Disk(Storage):
 
     def __init__(self, path: Path) -> None:
         self.path, self.address, self.absolute = path, str(path), str(path.resolve())
+        self._made = False
 
     def at(self, name: str) -> str:
         """A file's path."""
         return str(self.path / name)
 
     def occupied(self) -> bool:
-        """Whether there is a file, or a directory with more than a lock in it."""
+        """Whether there is a file, or a directory with more in it than a lock and empty directories."""
         if not self.path.is_dir():
             return self.path.exists()
-        return bool({p.name for p in self.path.iterdir()} - {"lock", "scratch"})
+        empty = lambda path: path.is_dir() and not any(path.iterdir())  # noqa: E731  (of a writer killed as it began)
+        return not all(path.name in ("lock", "scratch") or empty(path) for path in self.path.iterdir())
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -257,8 +259,14 @@ class Disk(Storage):
         (self.path / name).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.path)
+        """Remove all that is in the directory, and the directory where this run made it."""
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        if self._made:
+            self.path.rmdir()
 
     @contextmanager
     def writing(self, run: str | None = None) -> Iterator[str]:
@@ -266,6 +274,7 @@ class Disk(Storage):
 
         It is free again when the last of them has ended, however it ended.
         """
+        self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as file:
             begins = run is None

@@ -1,13 +1,14 @@
-"""Reading a store of hidden states, and checking every byte of it."""
+"""Reading a store of hidden states: only what is committed, and is still what was committed."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,21 +25,17 @@ from normgeo.rebuild import Rebuild, standardized
 from normgeo.sites import NormSite
 from normgeo.storage import Storage
 from normgeo.store_layout import (
+    TOKENS,
     TRAILER,
     ArraySpec,
     Commit,
-    Layout,
     as_torch,
-    committed_rows,
-    identity,
-    read_commit,
-    read_json,
     read_log,
-    state_file,
+    read_store,
 )
 from normgeo.tokens import TokenStream
 
-__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "verify"]
+__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates"]
 
 
 class ChunkReader:
@@ -86,7 +83,7 @@ class ChunkReader:
     def _chunk(self, row: int) -> np.ndarray:
         """The bytes of a chunk's committed tokens."""
         layout, storage, name = self.store.layout, self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
-        n, crc = self.store.commit_log[row].chunks[self.spec.name]
+        n, crc = self.store.committed[row].chunks[self.spec.name]
         try:
             found = storage.read_range(name, 0, n + TRAILER + 1)  # a byte more than there should be
         except OSError as error:
@@ -101,30 +98,62 @@ class ChunkReader:
 class HiddenStates:
     """One phase of one site: `[vectors, d]` numbers, of which the committed ones are there.
 
-    As a zarr array (`array`), a dask array (`dask`), one tensor (`torch`) or many (`batches`).
+    As numpy arrays (by index or slice), a dask array (`dask`), one tensor (`torch`) or many (`batches`): all compared
+    with the commit log while they are read. `array` is what zarr reads, without that comparison.
 
     Attributes:
-        array: the zarr array, of the stored numbers, with the vectors that are not committed yet.
         dtype: of the hidden states; bfloat16 is stored as uint16.
         shape: committed vectors and their width.
     """
 
     def __init__(self, store: HiddenStateStore, spec: ArraySpec) -> None:
         self._store, self.spec = store, spec
-        self.array = cast(zarr.Array, store.root[spec.name])
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.shape = (store.n_tokens * spec.heads, spec.width)
+
+    @property
+    def array(self) -> zarr.Array:
+        """The zarr array of the stored numbers: also of vectors that are not committed, and fill for missing chunks.
+
+        Raises:
+            StoreError: its metadata is missing or damaged.
+        """
+        return self._store.array(self.spec.name)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        """Stored numbers of a slice of the committed vectors."""
-        start, stop, step = rows.indices(len(self))
-        try:
-            return np.asarray(self.array[start:stop])[::step]
-        except ValueError as error:
-            raise StoreError(f"{self.spec.name} is damaged: {error}; normgeo verify names the chunk") from error
+    def __getitem__(self, which: int | slice) -> np.ndarray:
+        """Stored numbers of one committed vector, or of a slice of them.
+
+        Raises:
+            StoreError: a chunk is missing, truncated, or not what was committed.
+        """
+        if not isinstance(which, slice):
+            at = range(len(self))[which]
+            return self._between(at, at + 1)[0]
+        wanted = range(len(self))[which]
+        first, last = (wanted[0], wanted[-1]) if wanted else (0, -1)
+        found = self._between(min(first, last), max(first, last) + 1)
+        return found[:: wanted.step]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for row in range(len(self._store.commit_log)):
+            yield from self.chunk(row)
+
+    def chunk(self, row: int) -> np.ndarray:
+        """Stored numbers of the committed vectors of a row of chunks."""
+        layout = self._store.layout
+        start, stop = row * layout.chunk, layout.stop(row)
+        return self._between(start * self.spec.heads, stop * self.spec.heads)
+
+    def _between(self, start: int, stop: int) -> np.ndarray:
+        """Vectors from `start` up to `stop`: their chunks are read whole."""
+        heads, chunk = self.spec.heads, self._store.layout.chunk
+        row = start // heads // chunk
+        before = row * chunk * heads
+        found = ChunkReader(self._store, self.spec, row).read(max(0, -(-stop // heads) - row * chunk))
+        return found[start - before : stop - before]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
@@ -143,18 +172,44 @@ class HiddenStates:
             import dask.array
         except ImportError as error:
             raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
-        stored = dask.array.from_zarr(self.array)[: len(self)]  # pyright: ignore
-        return stored.map_blocks(_widened, dtype=np.float32) if self.spec.dtype == "bfloat16" else stored
+        store, spec = self._store, self.spec
+        block = functools.partial(_block, store.storage.absolute, store.n_tokens, spec)
+        rows = tuple((commit.stop - commit.start) * spec.heads for commit in store.commit_log)
+        dtype = np.dtype(np.float32) if spec.dtype == "bfloat16" else spec.stored
+        if not rows:
+            return dask.array.zeros(self.shape, dtype=dtype)  # pyright: ignore
+        meta, name = np.empty((0, 0), dtype), f"{spec.name}-{uuid.uuid4().hex}"
+        return dask.array.map_blocks(  # pyright: ignore
+            lambda block_id: block(block_id[0]), chunks=(rows, (spec.width,)), dtype=dtype, meta=meta, name=name
+        )
 
     def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
-        """All committed vectors in order, of so many tokens at once; checked against the commit log."""
+        """All committed vectors in order, of so many tokens at once.
+
+        Raises:
+            StoreError: a chunk is missing, truncated, or not what was committed.
+            ValueError: `n_tokens` is below 1.
+        """
+        if n_tokens < 1:
+            raise ValueError(f"a batch has at least one token, received {n_tokens}")
+        return self._batches(n_tokens)
+
+    def _batches(self, n_tokens: int) -> Iterator[Tensor]:
         reader = ChunkReader(self._store, self.spec)
         for start in range(0, self._store.n_tokens, n_tokens):
             yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
 
 
-def _widened(stored: np.ndarray) -> np.ndarray:
-    return (stored.astype(np.uint32) << 16).view(np.float32)
+@functools.lru_cache(4)
+def _opened(path: str, n_tokens: int) -> HiddenStateStore:
+    """A store with at least so many tokens, opened once in a process that computes with its blocks."""
+    return HiddenStateStore(path)
+
+
+def _block(path: str, n_tokens: int, spec: ArraySpec, row: int) -> np.ndarray:
+    """The numbers of a row of chunks; bfloat16 as float32."""
+    stored = HiddenStates(_opened(path, n_tokens), spec).chunk(row)
+    return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
 
 
 class HiddenStateStore:
@@ -172,7 +227,7 @@ class HiddenStateStore:
         n_tokens: tokens in the log.
 
     Raises:
-        StoreError: there is no store, it cannot be reached, or its commit log is damaged.
+        StoreError: there is no store, it cannot be reached, or its records are damaged.
 
     >>> store = HiddenStateStore(path)                                              # doctest: +SKIP
     >>> store.open("transformer.h.0.ln_1", "pre").torch(0, 1000).norm(dim=1)        # doctest: +SKIP
@@ -180,10 +235,8 @@ class HiddenStateStore:
 
     def __init__(self, path: str | Path | Storage) -> None:
         self.storage = storage_at(path)
-        self.record = _record(self.storage)
+        self.record, self.layout, self.store_id = read_store(self.storage)
         self.provenance: dict[str, Any] = self.record["provenance"]
-        self.layout = Layout.from_json(self.record["layout"])
-        self.store_id = identity({"provenance": self.provenance["identity"], "layout": self.record["layout"]})
         self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
         rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
         self.commit_log: list[Commit] = [self.committed[row] for row in rows]
@@ -195,6 +248,13 @@ class HiddenStateStore:
         """Whether all tokens are there."""
         return self.n_tokens == self.layout.n_tokens
 
+    @property
+    def missing(self) -> str:
+        """In words, how much of the store is there, where it is incomplete; else nothing."""
+        there = sum(commit.stop - commit.start for commit in self.committed.values())
+        found = f"{self.storage} is incomplete: {there:,} of {self.layout.n_tokens:,} tokens are committed"
+        return "" if self.complete else f"{found}; normgeo capture --resume {self.storage} goes on"
+
     @functools.cached_property
     def root(self) -> zarr.Group:
         """The zarr group."""
@@ -202,6 +262,24 @@ class HiddenStateStore:
             return zarr.open_group(self.storage.zarr("hidden.zarr"), mode="r")
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{self.storage.at('hidden.zarr')} cannot be opened: {error}") from error
+
+    def array(self, name: str) -> zarr.Array:
+        """An array as zarr sees it.
+
+        Raises:
+            StoreError: its metadata is missing or damaged.
+        """
+        with self._named(name):
+            return cast(zarr.Array, self.root[name])
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """What zarr raises, with the place of it."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            where = self.storage.at(f"hidden.zarr/{name}")
+            raise StoreError(f"{where} is missing or damaged; normgeo verify names all that is ({error!r})") from error
 
     def spec(self, site: str, phase: str) -> ArraySpec:
         """The array of a site's phase.
@@ -222,16 +300,28 @@ class HiddenStateStore:
         return HiddenStates(self, self.spec(site, phase))
 
     def tokens(self, name: str) -> np.ndarray:
-        """Id, document or position of every committed token."""
-        return np.asarray(cast(zarr.Array, self.root[f"tokens/{name}"])[: self.n_tokens])
+        """Id, document or position of every committed token.
+
+        Raises:
+            StoreError: there is no such array, or a chunk is missing or not what was committed.
+        """
+        for spec in self.layout.arrays[: len(TOKENS)]:
+            if spec.phase == name:
+                return ChunkReader(self, spec).read(self.n_tokens)
+        raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
 
     def rebuild(self, site: NormSite) -> Rebuild:
-        """How a site's output follows from its input."""
-        group = self.root[f"sites/{site.key}"]
-        about: Any = group.attrs
-        stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # pyright: ignore  # noqa: E731
-        gain, bias = (stored(name) if name in group else None for name in ("gain", "bias"))  # pyright: ignore
-        return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
+        """How a site's output follows from its input.
+
+        Raises:
+            StoreError: what is stored of the norm is missing or damaged.
+        """
+        with self._named(f"sites/{site.key}"):
+            group: Any = self.root[f"sites/{site.key}"]
+            about = group.attrs
+            stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # noqa: E731
+            gain, bias = (stored(name) if name in group else None for name in ("gain", "bias"))
+            return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
 
     def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
         """The standardized or the post-norm vectors of inputs of a site."""
@@ -260,65 +350,3 @@ class HiddenStateStore:
             ids, owner, position = ids[rest:], owner[rest:], position[rest:]
         if len(ids):
             yield ids, owner
-
-
-def _record(storage: Storage) -> dict[str, Any]:
-    if storage.size("store.json") is None:
-        raise StoreError(f"{storage} is no store of hidden states: it has no store.json")
-    return read_json(storage, "store.json")
-
-
-def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
-    """Read every byte of a store: (chunks checked, what is wrong, each with the file it is in).
-
-    Raises:
-        StoreError: there is no store at all, or it cannot be reached.
-    """
-    storage = storage_at(path)
-    record = _record(storage)
-    layout = Layout.from_json(record["layout"])
-    store = identity({"provenance": record["provenance"]["identity"], "layout": record["layout"]})
-    problems, checked = _metadata_problems(storage), 0
-    for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
-        try:
-            commit = read_commit(storage, row, store)
-        except (StoreError, KeyError, TypeError) as error:
-            problems.append(str(error))
-            continue
-        sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
-        checked += len(sums)
-        for found in storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items()):
-            problems += found
-        problems += _file_problems(storage, state_file(row), commit.state)
-    return checked, problems
-
-
-def _metadata_problems(storage: Storage) -> list[str]:
-    try:
-        sums = read_json(storage, "manifest.json")
-    except StoreError as error:
-        return [str(error)]
-    found = storage.each(lambda item: _file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
-    return list(itertools.chain.from_iterable(found))
-
-
-def _file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
-    try:
-        found = hashlib.sha256(storage.read(name)).hexdigest()
-    except FileNotFoundError:
-        return [f"{storage.at(name)} is missing"]
-    return [] if found == sha256 else [f"{storage.at(name)} is damaged: its checksum is wrong"]
-
-
-def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
-    try:
-        content = storage.read_range(name, 0, n + TRAILER + 1)
-    except FileNotFoundError:
-        return [f"{storage.at(name)} is missing"]
-    if len(content) != n + TRAILER:
-        size = storage.size(name)
-        return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
-    body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
-    if checksum(body) != crc or trailer != crc:
-        return [f"{storage.at(name)} is damaged: its checksum is wrong"]
-    return []

@@ -1,6 +1,7 @@
 """How a store of hidden states lies in its storage, and its commit log.
 
 store.json          what was captured from what: configuration, model and data by hash, versions, layout
+                    and, once it is complete, sha256 of the results beside it
 manifest.json       sha256 of every file of `hidden.zarr` that is no chunk of hidden states
 hidden.zarr/        zarr v3, opened by zarr, xarray and dask alike
     tokens/id, tokens/document, tokens/position             [token], int64
@@ -10,6 +11,8 @@ commits/<row>.json  one record for every complete row of chunks: its tokens, and
 state/              the statistics of every row: of the batches that begin in it
 scratch/, lock      what is being written, and who writes
 
+Records (store.json, manifest.json and those of rows) carry the sha256 of what they say.
+
 Every array is cut along its tokens into rows of chunks, each a plain file of numbers and their crc32c, and a row counts
 once its record is there. bfloat16, which zarr does not know, lies as uint16 with an attribute that says so.
 """
@@ -18,8 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,8 +41,8 @@ from normgeo.sites import NormSite
 from normgeo.storage import Storage
 
 __all__ = [
-    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "identity", "read_json",
-    "read_log", "read_state", "state_file", "write_commit",
+    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "identity", "read_commit",
+    "read_log", "read_record", "read_state", "read_store", "state_file", "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -147,27 +151,49 @@ def as_torch(x: np.ndarray, dtype: str) -> Tensor:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def read_json(storage: Storage, name: str) -> dict[str, Any]:
-    """A file's JSON object.
+def read_record(storage: Storage, name: str) -> dict[str, Any]:
+    """What `write_record` wrote.
 
     Raises:
-        StoreError: it is missing or damaged.
+        StoreError: it is missing, cannot be read, or is damaged.
     """
     try:
-        return json.loads(storage.read(name))
+        content = json.loads(storage.read(name))
     except FileNotFoundError as error:
         raise StoreError(f"{storage.at(name)} is missing") from error
+    except OSError as error:
+        raise StoreError(f"{storage.at(name)} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise StoreError(f"{storage.at(name)} is damaged ({error})") from error
+    if not isinstance(content, dict) or content.pop("sha256", None) != identity(content):
+        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong")
+    return content
 
 
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+def read_store(storage: Storage) -> tuple[dict[str, Any], Layout, str]:
+    """What `store.json` says: all of it, the arrays, and the identity that commits name.
+
+    Raises:
+        StoreError: there is no store, or its record is damaged.
+    """
+    if storage.size("store.json") is None:
+        raise StoreError(f"{storage} is no store of hidden states: it has no store.json")
+    record = read_record(storage, "store.json")
+    about = {"provenance": record["provenance"]["identity"], "layout": record["layout"]}
+    return record, Layout.from_json(record["layout"]), identity(about)
+
+
+def write_record(
+    write: Callable[[str, bytes], None], name: str, content: dict[str, Any], indent: int | None = None
+) -> None:
+    """Write JSON, and in it the sha256 of what it says, by a storage's `put` or `create`."""
+    text = json.dumps(content | {"sha256": identity(content)}, indent=indent, separators=None if indent else (",", ":"))
+    write(name, text.encode() + b"\n")
 
 
 def identity(content: Any) -> str:
     """sha256 of anything that JSON can hold."""
-    return hashlib.sha256(_canonical(content)).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # --- the commit log --------------------------------------------------------------------------------------------------
@@ -206,9 +232,7 @@ def write_commit(storage: Storage, commit: Commit) -> None:
     Raises:
         StoreError: the row is committed already.
     """
-    content = asdict(commit)
-    content["sha256"] = identity(content)
-    storage.create(commit_file(commit.row), _canonical(content) + b"\n")
+    write_record(storage.create, commit_file(commit.row), asdict(commit))
 
 
 def read_commit(storage: Storage, row: int, store: str) -> Commit:
@@ -218,9 +242,7 @@ def read_commit(storage: Storage, row: int, store: str) -> Commit:
         StoreError: it is missing, damaged, or of another store.
     """
     file = commit_file(row)
-    content = read_json(storage, file)
-    if content.pop("sha256", None) != identity(content):
-        raise StoreError(f"{storage.at(file)} is damaged: its checksum is wrong")
+    content = read_record(storage, file)
     if content["store"] != store or content["row"] != row:
         raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
     content["chunks"] = {sys.intern(name): tuple(pair) for name, pair in content["chunks"].items()}
@@ -239,7 +261,7 @@ def read_log(storage: Storage, store: str) -> dict[int, Commit]:
 
 def committed_rows(storage: Storage) -> list[int]:
     """The rows that have a record, in order."""
-    return [int(name.removesuffix(".json")) for name in storage.names("commits") if name.endswith(".json")]
+    return [int(name[:8]) for name in storage.names("commits") if re.fullmatch(r"\d{8}\.json", name)]
 
 
 def state_file(row: int) -> str:
@@ -292,7 +314,7 @@ def create(
                 array[:] = as_numpy(values)
     files = {name: made[name].to_bytes() for name in sorted(made)}
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    storage.put("manifest.json", _canonical(sums) + b"\n")
+    write_record(storage.put, "manifest.json", {"files": sums})
     storage.publish("hidden.zarr", files)
 
 

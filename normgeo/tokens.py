@@ -130,9 +130,13 @@ class TokenStream:
                 yield (ids, document) if limit is None else (ids[: limit - done], document[: limit - done])
             done += len(ids)
         if limit is not None and done < limit:
-            raise DataError(
-                f"{self.source} ends after {done:,} tokens, {limit:,} were asked for; ask for fewer, or give more data"
-            )
+            raise self.too_short(done, limit)
+
+    def too_short(self, there: int, asked: int) -> DataError:
+        """What is wrong where so many tokens are asked for, and fewer are there."""
+        return DataError(
+            f"{self.source} ends after {there:,} tokens, {asked:,} were asked for; ask for fewer, or give more data"
+        )
 
 
 def read_documents(path: Path) -> Iterator[str]:

@@ -1,9 +1,12 @@
 """Small stores: captured from a tiny model and 40 sequences of 20 ids, in rows of 64 tokens or fewer, unless said."""
 
 import hashlib
+from pathlib import Path
 
 from normgeo.capture import CaptureConfig, start_capture
+from normgeo.objects import storage_at
 from normgeo.runs import RunConfig
+from normgeo.store_layout import read_record, write_record
 
 N, CONTEXT = 700, 20
 
@@ -26,6 +29,13 @@ def content(path):
             if file.is_file() and file != path / "hidden.zarr/zarr.json":
                 found[str(file.relative_to(path))] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def unfinished(place):
+    """Have a store's record say that it is being written."""
+    storage = storage_at(place)
+    write = storage.put if "://" in str(place) else lambda name, raw: (Path(place) / name).write_bytes(raw)
+    write_record(write, "store.json", read_record(storage, "store.json") | {"status": "running"})
 
 
 def a_chunk(path, row=2):

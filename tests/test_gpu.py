@@ -19,8 +19,8 @@ from normgeo.rebuild import same_bits, standardized
 from normgeo.runs import RunConfig, start_run
 from normgeo.scalars import ScalarStore
 from normgeo.scan import angles_from_store
-from normgeo.store import verify
 from normgeo.store_bench import bench_store
+from normgeo.store_check import verify
 from normgeo.store_writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.tokens import TokenStream

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from bucket import served
-from stores import CONTEXT, N, captured, config, content
+from stores import CONTEXT, N, captured, config, content, unfinished
 from test_ranks import by_ranks
 
 from normgeo import AngleTable, HiddenStateStore
@@ -22,7 +22,7 @@ from normgeo.capture import resume_capture, start_capture
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.objects import storage_at
 from normgeo.scan import angles_from_store
-from normgeo.store import verify
+from normgeo.store_check import verify
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -213,8 +213,7 @@ def test_a_second_writer_is_refused(home, url):
     with storage.writing(), pytest.raises(StoreError, match=rf"another process writes {url}: process {os.getpid()} of"):
         captured(home, url)
     captured(home, url)
-    record = json.loads(storage.read("store.json"))
-    storage.put("store.json", json.dumps(record | {"status": "running"}).encode())
+    unfinished(url)
     for name in storage.names("commits")[3:]:
         storage.delete(f"commits/{name}")
     before = remote_content(url)

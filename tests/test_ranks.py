@@ -1,6 +1,5 @@
 """Captures by several processes: the same bytes whoever computes a row, and whoever dies."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from stores import CONTEXT, captured, config, content
+from stores import CONTEXT, captured, config, content, unfinished
 from torch.distributed import HashStore
 
 from normgeo import AngleTable, HiddenStateStore, capture
@@ -23,7 +22,7 @@ from normgeo.errors import NormGeoError, StoreError
 from normgeo.ranks import Ranks
 from normgeo.runs import RunConfig
 from normgeo.storage import Disk
-from normgeo.store import verify
+from normgeo.store_check import verify
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).parent.parent
@@ -73,8 +72,7 @@ def test_rows_that_are_missing_anywhere_are_computed_by_any_number(copy, store, 
         for file in (copy / "hidden.zarr").rglob(f"c.{row}*"):
             if file.parent.name in ("pre", "id", "document", "position"):
                 file.unlink()
-    record = json.loads((copy / "store.json").read_text())
-    (copy / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    unfinished(copy)
     assert HiddenStateStore(copy).n_tokens == 0
     assert verify(copy)[1] == []
     if size == 1:
@@ -91,8 +89,7 @@ def test_what_the_first_process_refuses_ends_all(home, copy):
 
 
 def test_one_run_at_a_time(home, copy):
-    record = json.loads((copy / "store.json").read_text())
-    (copy / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    unfinished(copy)
     with Disk(copy).writing() as run:
         with Disk(copy).writing(run), pytest.raises(StoreError, match="another process writes"):
             resume_capture(copy, progress=False)

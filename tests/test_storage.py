@@ -164,7 +164,7 @@ def test_a_dead_writer_is_known_on_its_machine_only(environment):
     storage = put_lock(pid=process.pid, machine="another", host="elsewhere")
     with pytest.raises(StoreError, match=r"process \d+ of elsewhere, last heard of \d+ s ago.*takes over 60 s after"):
         storage.writing().__enter__()
-    storage.discard()
+    storage.delete("lock")
 
 
 def test_a_silent_writer_loses_the_lock_and_writes_no_more(environment, monkeypatch):
@@ -204,7 +204,7 @@ def test_two_that_take_over_at_once(environment, monkeypatch):
     monkeypatch.setattr(objects, "_dead", dead)
     with pytest.raises(StoreError, match="has just begun or ended"):
         storage.writing().__enter__()
-    storage.discard()
+    storage.delete("lock")
 
 
 # --- what cannot be used ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from normgeo.errors import StoreError
 from normgeo.rebuild import find_rebuild, same_bits
 from normgeo.runs import start_run
 from normgeo.scan import angles_from_store
-from normgeo.store import verify
+from normgeo.store_check import verify
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

@@ -1,13 +1,12 @@
 """Damage and mixtures are named and refused."""
 
-import json
 import random
 import shutil
 
 import numpy as np
 import pytest
 import tokenizers
-from stores import a_chunk, captured
+from stores import a_chunk, captured, unfinished
 from transformers import PreTrainedTokenizerFast
 from zoo import tiny
 
@@ -17,7 +16,7 @@ from normgeo.errors import RunError, StoreError
 from normgeo.models import tokenizer_digest
 from normgeo.scan import angles_from_store
 from normgeo.storage import Disk
-from normgeo.store import verify
+from normgeo.store_check import verify
 from normgeo.tokens import load_tokens
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -61,8 +60,7 @@ def test_stores_are_never_mixed(home, copy, tmp_path):
     shutil.copy(other / "commits/00000002.json", copy / "commits/00000002.json")
     with pytest.raises(StoreError, match="belongs to another store"):
         HiddenStateStore(copy)
-    record = json.loads((other / "store.json").read_text())
-    (other / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    unfinished(other)
     shutil.copytree(home / "gpt2", home / "other", dirs_exist_ok=True)
     with pytest.raises(RunError, match="another weights sha256"):
         resume_capture(other, progress=False)
@@ -77,8 +75,7 @@ def test_other_tokens_are_refused_on_resume(home, copy):
 
 
 def test_a_second_writer_is_refused(home, tmp_path, copy):
-    record = json.loads((copy / "store.json").read_text())
-    (copy / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    unfinished(copy)
     with Disk(copy).writing(), pytest.raises(StoreError, match="another process writes"):
         resume_capture(copy, progress=False)
 
@@ -101,8 +98,7 @@ def test_another_tokenizer_is_refused(home, tmp_path):
     text.write_text(" ".join(random.Random(0).choices(WORDS, k=300)))
     word_tokenizer(WORDS).save_pretrained(model)
     path = captured(home, tmp_path / "s", model, data=str(text), n=200, context=20)
-    record = json.loads((path / "store.json").read_text())
-    (path / "store.json").write_text(json.dumps(record | {"status": "running"}))
+    unfinished(path)
     (path / "commits/00000001.json").unlink()
     word_tokenizer(WORDS[::-1]).save_pretrained(model)  # as many words, with other ids
     with pytest.raises(RunError, match="another tokenizer sha256"):

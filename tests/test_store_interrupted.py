@@ -18,7 +18,7 @@ from normgeo.capture import resume_capture
 from normgeo.direct import BLOCK
 from normgeo.errors import RunError, StoreError
 from normgeo.storage import Disk
-from normgeo.store import verify
+from normgeo.store_check import verify
 from normgeo.store_layout import commit_file
 from normgeo.store_writer import StoreWriter, _Buffers
 
