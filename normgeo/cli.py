@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normgeo import cli_bench
+from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
 
@@ -31,7 +32,7 @@ def root(debug: Annotated[bool, typer.Option(help="Show the traceback of an erro
 Resume = Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")]
 
 
-@app.command()
+@app.command(cls=Knowing)
 def angles(
     model: Annotated[str | None, typer.Argument(help="Hub id or local directory; default: the embedded pair.")] = None,
     data: Annotated[
@@ -81,16 +82,17 @@ def angles(
     if store is not None:
         from normgeo.scan import run_from_store
 
-        if model or data or tokens or context or resume:
-            raise NormGeoError("--store says which model and tokens; give only --null, --seed, --sites and --out too")
+        refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--scheduler", "--out")
         table, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, scheduler=scheduler,
             announce=console.print,
         )  # fmt: skip
         _summary(table.frame, where)
         return
-    if scheduler:
+    if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
+    if resume:
+        refuse_beside("--resume")
     if model and checkpoints:
         raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
     names = (model,) if model else () if checkpoints else runs.RunConfig().models

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from normgeo.cli import app, bench_app, console, quiet
+from normgeo.cli_options import Knowing, refuse_beside
 
 if TYPE_CHECKING:
     from normgeo.runs import RunConfig
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["angles_by_step", "bench_train", "train"]
 
 
-@app.command()
+@app.command(cls=Knowing)
 def train(
     norm: Annotated[
         str, typer.Option(help="layernorm, rmsnorm, pre-rmsnorm, pre-crmsnorm, or both (the first two).")
@@ -69,6 +70,7 @@ def train(
 
     try:
         if resume:
+            refuse_beside("--resume", "--tensorboard")
             done = training_runs.resume_training(resume, report=report, board=tensorboard)
         else:
             recipe = recipe_for(

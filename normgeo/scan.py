@@ -362,7 +362,7 @@ def _cluster(address: str) -> Iterator[tuple[Submit, int]]:
     try:
         get_address_host_port(address, strict=True)
         client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
         raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
     with client:
         try:

@@ -133,8 +133,9 @@ class HiddenStates:
             at = range(len(self))[which]
             return self._between(at, at + 1)[0]
         wanted = range(len(self))[which]
-        first, last = (wanted[0], wanted[-1]) if wanted else (0, -1)
-        found = self._between(min(first, last), max(first, last) + 1)
+        if not wanted:
+            return self._between(0, 0)
+        found = self._between(min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1)
         return found[:: wanted.step]
 
     def __iter__(self) -> Iterator[np.ndarray]:

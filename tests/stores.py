@@ -35,7 +35,7 @@ def unfinished(place):
     """Have a store's record say that it is being written."""
     storage = storage_at(place)
     write = storage.put if "://" in str(place) else lambda name, raw: (Path(place) / name).write_bytes(raw)
-    write_record(write, "store.json", read_record(storage, "store.json") | {"status": "running"})
+    write_record(write, "store.json", read_record(storage, "store.json") | {"status": "running"}, indent=2)
 
 
 def a_chunk(path, row=2):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from stores import unfinished
 from zoo import tiny
 
 from normgeo import find_sites, models
@@ -137,6 +138,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
     assert normgeo("angles", "--store", "s", "--null", 4, "--out", "a")[0] == 0
     assert json.loads((tmp_path / "a/run.json").read_text())["status"] == "complete"
     assert (tmp_path / "a/figures/energy.svg").exists()
+    (tmp_path / "afile").write_text("")
     for command, message in (
         (words, "already holds a store (complete)"),
         (("capture", "--resume", "s"), "is complete"),
@@ -144,15 +146,37 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
         (("capture", home / "gpt2"), "--store to write"),
         ((*words[:2], "--store", "a", *words[4:]), "is no store"),
         ((*words[:2], "--store", "b", *words[4:], "--phases", "before"), "--phases takes some of"),
-        (("angles", home / "gpt2", "--store", "s"), "--store says which model"),
+        ((*words[:2], "--store", "b", *words[4:], "--chunk-mib", 0), "--chunk-mib must be at least 1, received 0"),
+        ((*words[:2], "--store", "b", *words[4:6], "--tokens", 801), "ends after 800 tokens, 801 were asked for"),
+        ((*words[:2], "--store", "afile/b", *words[4:]), "afile/b cannot be written: Not a directory"),
+        (
+            ("capture", home / "gpt2", "--resume", "s", "--tokens", 3, "--dtype", "float16"),
+            "--resume says everything else: leave out MODEL, --tokens, --dtype",
+        ),
+        (("angles", home / "gpt2", "--store", "s"), "--store says everything else: leave out MODEL; only --null,"),
+        (("angles", "--store", "s", "--batch", 8, "--qk"), "leave out --batch, --qk; only --null,"),
+        (("angles", "--resume", "a", "--tokens", 3), "--resume says everything else: leave out --tokens"),
+        (("train", "--resume", "a", "--lr", 3), "leave out --lr; only --tensorboard may be given too"),
+        (("angles", "--store", "s", "--sites", "nothing", "--out", "c"), "no site matches 'nothing'"),
+        (("angles", "--store", "s", "--out", "afile/c"), "afile/c cannot be written: Not a directory"),
+        (("angles", home / "gpt2", *words[4:], "--out", "afile/c"), "afile/c cannot be written: Not a directory"),
         (("angles", "--store", "a"), "is no store"),
         (("verify", "a"), "is no store"),
     ):
         status, _, err = normgeo(*command)
         assert status == 1
         assert message in err
-    assert not (tmp_path / "b").exists()
-    next((tmp_path / "s/hidden.zarr").rglob("pre/c.0.0")).write_bytes(b"")
-    status, out, err = normgeo("verify", "s")
+        assert "Traceback" not in err
+        assert "%" not in err  # no progress bar before it
+    assert not {"b", "c"} & {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "s/commits/00000000.json").unlink()
+    assert "00000000.json is missing" in normgeo("verify", "s")[1]
+    unfinished("s")
+    assert "s is incomplete: 0 of 300 tokens are committed; normgeo capture --resume s" in normgeo("verify", "s")[1]
+    assert "holds no committed tokens yet; normgeo capture --resume s" in normgeo("angles", "--store", "s")[2]
+    assert normgeo("capture", home / "gpt2", "--store", "o", *words[4:], "--phases", "post")[0] == 0
+    assert "without the inputs of" in normgeo("angles", "--store", "o", "--out", "c")[2]
+    next((tmp_path / "o/hidden.zarr").rglob("post/c.0.0")).write_bytes(b"")
+    status, out, err = normgeo("verify", "o")
     assert status == 1
     assert "bytes instead of" in out

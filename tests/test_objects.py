@@ -1,5 +1,6 @@
 """Stores in an object store are those on a disk, file by file, whoever killed what."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from bucket import served
 from stores import CONTEXT, N, captured, config, content, unfinished
 from test_ranks import by_ranks
 
-from normgeo import AngleTable, HiddenStateStore
+from normgeo import AngleTable, HiddenStateStore, store_writer
 from normgeo.capture import resume_capture, start_capture
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.objects import storage_at
@@ -83,7 +84,8 @@ def test_it_is_the_store_on_a_disk_file_by_file(home, server, tmp_path, scheme):
     chunks = sum(
         len(raw) for name, raw in there.items() if "/c." in name and name.split("/")[-2] not in ("gain", "bias")
     )
-    assert f"exactly {chunks:,} bytes (an object store says nothing of free space)" in lines[0]
+    assert f"exactly {chunks:,} bytes of hidden states" in lines[0]
+    assert "(an object store says nothing of free space)" in lines[0]
     assert verify(url) == verify(tmp_path / "s")
 
 
@@ -234,6 +236,33 @@ def test_where_nothing_was_captured_nothing_is_left(home, url, monkeypatch):
     with pytest.raises(StoreError, match="on fire"):
         captured(home, url)
     assert files(url) == {}
+
+
+def test_a_writer_that_lost_its_lock_removes_nothing_of_another(home, url, monkeypatch):
+    """The first hangs before it commits, another takes over and puts chunks, and the first wakes."""
+    theirs = []
+
+    def hanging(*args):
+        monkeypatch.setattr("normgeo.store_writer.write_commit", written)
+        with monkeypatch.context() as patch:
+            patch.setattr("normgeo.objects.LEASE_SECONDS", -1.0)
+            other = storage_at(url)
+            while not theirs:  # the first renews meanwhile: when it does in between, one has to try again
+                with contextlib.suppress(StoreError):
+                    theirs.append(other.writing())
+                    theirs[-1].__enter__()
+        other.put("hidden.zarr/of-the-other", b"")
+        raise StoreError("the disk is on fire")
+
+    written = store_writer.write_commit
+    monkeypatch.setattr("normgeo.store_writer.write_commit", hanging)
+    with pytest.raises(StoreError, match="on fire"):
+        captured(home, url)
+    assert "hidden.zarr/of-the-other" in files(url)
+    assert "store.json" in files(url)
+    theirs[-1].__exit__(None, None, None)
+    resume_capture(url, progress=False)
+    assert verify(url)[1] == []
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -111,7 +111,12 @@ def test_a_damaged_chunk_ends_a_scan_on_threads(copy, threads):
 
 def test_a_wrong_scheduler_is_one_line(normgeo, store, monkeypatch):
     monkeypatch.setattr(scan, "CONNECT_SECONDS", 1)
-    for address, message in (("tcp://127.0.0.1:1", "no dask scheduler answers"), ("here", "no dask scheduler answers")):
+    for address, message in (
+        ("tcp://127.0.0.1:1", "no dask scheduler answers"),
+        ("here", "no dask scheduler answers"),
+        ("", "no dask scheduler answers"),
+        ("tls://127.0.0.1:1", "no dask scheduler answers"),
+    ):
         status, _, err = normgeo("angles", "--store", store, "--scheduler", address, "--out", "a")
         assert status == 1
         assert message in err

@@ -65,6 +65,10 @@ def test_the_bytes_are_those_that_were_said(home, tmp_path):
     start_capture(config(home), tmp_path / "s", announce=lines.append, progress=False)
     files = [f for f in (tmp_path / "s/hidden.zarr").rglob("c.*") if f.parent.name not in ("gain", "bias")]
     assert f"exactly {sum(f.stat().st_size for f in files):,} bytes" in lines[0]
+    beside = [f for folder in ("commits", "state") for f in (tmp_path / "s" / folder).iterdir()]
+    on_disk = sum(512 * f.stat().st_blocks for f in files + beside)
+    most = int(lines[0].split("up to ")[1].split()[0].replace(",", ""))
+    assert on_disk < most < 2 * on_disk
     assert not (tmp_path / "s/scratch").exists()
 
 
@@ -137,6 +141,22 @@ def test_reading(store):
     assert same_bits(torch.cat(list(states.batches(33))), states.torch())
     assert np.asarray(states).shape == (N, 32)
     assert [c.stop for c in found.commit_log][-1] == N
+    whole = np.asarray(states)
+    for part in (
+        slice(None), slice(None, None, -1), slice(10, 2, -2), slice(60, 200, 7), slice(-5, None), slice(5, 5),
+        slice(900, 1000), slice(700, -800, -65),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(states[part], whole[part])
+    np.testing.assert_array_equal(states[N - 1], whole[-1])
+    np.testing.assert_array_equal(states[-1], whole[-1])
+    np.testing.assert_array_equal(np.stack(list(states)), whole)
+    with pytest.raises(IndexError):
+        states[N]
+    for n in (0, -1):
+        with pytest.raises(ValueError, match="at least one token"):
+            states.batches(n)
+    with pytest.raises(StoreError, match="id, document, position, received 'ids'"):
+        found.tokens("ids")
     with pytest.raises(StoreError, match="phases pre"):
         found.open(found.sites[1].key, "post")
     with pytest.raises(StoreError, match="is no store"):

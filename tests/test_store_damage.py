@@ -55,6 +55,96 @@ def test_truncated_and_missing_chunks_and_commits_are_named(copy):
     assert HiddenStateStore(copy).n_tokens == HiddenStateStore(copy).commit_log[3].stop
 
 
+def damaged(path, start):
+    """A store's record after a flipped bit somewhere behind these words."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(start.encode()) + len(start)] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("words", ['"seed": ', '"status": "', '"width": ', '"provenance', '"sha256": "', '"batch": '])
+def test_a_damaged_record_of_the_store_is_refused_by_all(copy, words):
+    unfinished(copy)
+    damaged(copy / "store.json", words)
+    for use in (verify, HiddenStateStore, lambda path: resume_capture(path, progress=False)):
+        with pytest.raises(StoreError, match=r"store\.json is damaged"):
+            use(copy)
+
+
+def test_a_damaged_list_of_checksums_is_named_itself(copy):
+    damaged(copy / "manifest.json", '"files":{"')
+    assert [problem.split(" is ")[0] for problem in verify(copy)[1]] == [str(copy / "manifest.json")]
+
+
+def test_damaged_results_are_named(copy):
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+        raw = bytearray((copy / name).read_bytes())
+        raw[9] ^= 4
+        (copy / name).write_bytes(raw)
+        assert [problem.split(" is ")[0] for problem in verify(copy)[1]] == [str(copy / name)]
+        raw[9] ^= 4
+        (copy / name).write_bytes(raw)
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_checked(copy):
+    wrong, gone = (a_chunk(copy), next((copy / "state").iterdir())), a_chunk(copy, 4)
+    for file in wrong:
+        file.unlink()
+        file.mkdir()
+    gone.unlink()
+    (copy / "commits/copy of 00000001.json").write_text("{}")
+    found = verify(copy)[1]
+    for line in (f"{wrong[0]} cannot be read: Is a directory", f"{wrong[1]} cannot be read: Is a directory"):
+        assert line in found
+    assert f"{gone} is missing" in found
+    assert len(found) == 3
+
+
+def ways_to_read(states):
+    heads = states.spec.heads
+    return [
+        lambda: states[64 * heads : 70 * heads], lambda: states[64 * heads], lambda: states.torch(60, 70),
+        lambda: np.asarray(states), lambda: states[::-1], lambda: list(states), lambda: list(states.batches(50)),
+        lambda: states.dask().compute(scheduler="synchronous"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["missing", "elsewhere", "flipped"])
+def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
+    states = HiddenStateStore(copy).open(HiddenStateStore(copy).sites[1].key)
+    files = [copy / f"hidden.zarr/{states.spec.chunk_file(row)}" for row in (0, 1)]
+    if damage == "missing":
+        files[1].unlink()
+    elif damage == "elsewhere":
+        shutil.copy(*files)
+    else:
+        raw = bytearray(files[1].read_bytes())
+        raw[5] ^= 8
+        files[1].write_bytes(raw)
+    for read in ways_to_read(states):
+        with pytest.raises(StoreError, match=r"c\.1\.0 (is damaged|cannot be read)"):
+            read()
+    assert np.isfinite(states[:64]).all()
+    ids = copy / "hidden.zarr/tokens/id/c.2"
+    ids.unlink()
+    with pytest.raises(StoreError, match=r"tokens/id/c\.2 cannot be read"):
+        HiddenStateStore(copy).tokens("id")
+    unfinished(copy)
+    with pytest.raises(StoreError, match=r"tokens/id/c\.2 cannot be read"):
+        resume_capture(copy, progress=False)
+
+
+@pytest.mark.parametrize("name", ["gain/c.0", "gain/zarr.json", "zarr.json"])
+def test_a_damaged_norm_is_one_line(copy, name):
+    site = HiddenStateStore(copy).sites[1].key
+    file = copy / f"hidden.zarr/sites/{site}/{name}"
+    raw = bytearray(file.read_bytes())
+    raw[3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match=rf"hidden.zarr/sites/{site} is missing or damaged"):
+        angles_from_store(copy, null=4, progress=False)
+
+
 def test_stores_are_never_mixed(home, copy, tmp_path):
     other = captured(home, tmp_path / "other", "other")
     shutil.copy(other / "commits/00000002.json", copy / "commits/00000002.json")

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from stores import CONTEXT, N, captured, content
+from stores import CONTEXT, N, captured, content, unfinished
 
 from normgeo import HiddenStateStore, capture, direct, stream
 from normgeo.capture import resume_capture
@@ -115,6 +115,45 @@ def test_what_cannot_fit_is_refused_before_anything(home, tmp_path, monkeypatch)
     with pytest.raises(StoreError, match="the hidden states need"):
         captured(home, tmp_path / "s")
     assert not (tmp_path / "s").exists()
+
+
+def test_what_fits_but_for_statistics_and_records_is_refused_too(home, tmp_path, monkeypatch):
+    captured(home, tmp_path / "s")
+    chunks = sum(f.stat().st_size for f in (tmp_path / "s/hidden.zarr").rglob("c.*"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": chunks + 1000}))
+    with pytest.raises(StoreError, match=rf"need [\d,]+ bytes, with statistics .* up to .* has {chunks + 1000:,} free"):
+        captured(home, tmp_path / "t")
+    unfinished(tmp_path / "s")
+    for commit in (tmp_path / "s/commits").iterdir():
+        commit.unlink()
+    with pytest.raises(StoreError, match=rf"needs up to [\d,]+ bytes .* has {chunks + 1000:,} free"):
+        resume_capture(tmp_path / "s", progress=False)
+    assert (tmp_path / "s/store.json").exists()  # what was there before is not removed
+
+
+def test_a_directory_of_ones_own_is_left_as_it_was(home, tmp_path, monkeypatch):
+    def failing(*args):
+        raise StoreError("the disk is on fire")
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr("normgeo.store_writer.write_commit", failing)
+        with pytest.raises(StoreError, match="on fire"):
+            captured(home, ".")
+        assert list((tmp_path / "mine").iterdir()) == []
+        with pytest.raises(StoreError, match="on fire"):
+            captured(home, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_writer_killed_before_its_record_leaves_a_place_to_begin(home, tmp_path, store):
+    with Disk(tmp_path / "s").writing():
+        pass
+    (tmp_path / "s/scratch").mkdir()
+    (tmp_path / "s/scratch/store.json.part").write_text("{")
+    captured(home, tmp_path / "s")
+    assert content(tmp_path / "s") == content(store)
 
 
 def capture_with_a_bound(home, path, monkeypatch, bound):

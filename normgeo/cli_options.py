@@ -1,0 +1,40 @@
+"""Options of the command line that exclude others."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from typer.core import TyperCommand
+
+from normgeo.errors import NormGeoError
+
+__all__ = ["Knowing", "refuse_beside"]
+
+_given: ContextVar[list[str]] = ContextVar("given")
+
+
+class Knowing(TyperCommand):
+    """A command that knows which of its options were given, and which have their defaults."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Note what was given, and run."""
+        sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name)) for parameter in self.params]
+        _given.set([name for name, source in sources if source is not None and source.name == "COMMANDLINE"])
+        return super().invoke(ctx)
+
+
+def refuse_beside(option: str, *allowed: str) -> None:
+    """Refuse what was given to a `Knowing` command beside an option that decides it all, for it would be ignored.
+
+    Args:
+        option: the option.
+        allowed: options that may be given too.
+
+    Raises:
+        NormGeoError: others were given.
+    """
+    if others := [name for name in _given.get() if name not in (option, *allowed)]:
+        names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
+        beside = f"; only {', '.join(allowed)} may be given too" if allowed else ""
+        raise NormGeoError(f"{option} says everything else: leave out {names}{beside}")
