@@ -126,7 +126,8 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     z = None
     if stream.mode == "fast":
         of = norm._parameters  # as attributes they take as long as the rest of this function
-        z = norm_ops.add_norm_(residual, x, of["weight"], of["bias"], norm.eps, norm.offset, norm.kernel, over)
+        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
+        z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
     if z is None:
         residual.add_(x)
         z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from torch.nn.utils import parametrize
 
 from normgeo import convert, optimize
 from normgeo.errors import ConversionError
@@ -120,6 +121,30 @@ def test_a_copy_is_its_own_and_saving_is_as_before(converted, tmp_path):
     other.vit.layernorm.weight.add_(1.0)
     assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
     assert model.state_dict().keys() == converted("vit").state_dict().keys()
+
+
+class Doubled(nn.Module):
+    """A parametrization that is not the identity."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_norms_may_be_parametrized(when, converted):
+    model = converted("gpt2")
+    fused = copy.deepcopy(model)
+    if when == "after":
+        optimize(fused)
+    for each in (model, fused):
+        for block in each.transformer.h:
+            parametrize.register_parametrization(block.ln_1, "weight", Doubled())
+            parametrize.register_parametrization(block.ln_2, "bias", Doubled())
+    inputs = example_inputs(model, seed=1)
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(fused), inputs), before) < 1e-6
+    assert len(fused_norms(fused)) == FUSED["gpt2"]
 
 
 def test_twice_is_once(converted):
