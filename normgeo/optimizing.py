@@ -25,6 +25,7 @@ from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.probing import outputs_of, same
+from normgeo.sites import evaluating
 
 __all__ = ["fused_norms", "optimize"]
 
@@ -259,18 +260,14 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     blocks, undo = [block for _, block in _blocks(model, norms)], []
     if (module := _hooked(_inside(blocks, norms.values()))) is not None:
         raise ConversionError(f"{type(module).__name__} has hooks, which a fused stream would mislead; remove them")
-    was_training = model.training
     try:
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-            model.eval()
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
             _install(model, list(norms.values()), blocks, stream, undo)
             _verify(model, inputs, stream)
     except BaseException:
         for take_back in undo:
             take_back()
         raise
-    finally:
-        model.train(was_training)
     return model
 
 

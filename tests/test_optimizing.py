@@ -147,6 +147,19 @@ def test_norms_may_be_parametrized(when, converted):
     assert len(fused_norms(fused)) == FUSED["gpt2"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_every_module_stays_in_its_mode(name, converted):
+    """Also where the model is refused: nothing of bert can be fused."""
+    model = converted(name).train()
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()
+    before = [module.training for module in model.modules()]
+    try:
+        optimize(model)
+    except ConversionError:
+        assert name == "bert"
+    assert [module.training for module in model.modules()] == before
+
+
 def test_twice_is_once(converted):
     model = optimize(converted("gpt2"))
     assert optimize(model) is model
