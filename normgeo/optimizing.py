@@ -207,13 +207,13 @@ def _within(stream: _Stream, module: Any, forward: Callable[..., Any], args: Any
 
 OURS = {
     "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_kept", "normgeo_forward",
-    "__deepcopy__",
+    "__getstate__", "__deepcopy__",
 }  # fmt: skip
 """What the mode gives to modules, each for itself. Classes stay as they are: others share them."""
 
 
 def _unfused(self: nn.Module) -> dict[str, Any]:
-    """What a module was."""
+    """What a module was, which is what is pickled: where additions are is known of this process's code alone."""
     state = {name: value for name, value in self.__dict__.items() if name not in OURS}
     return state | ({"forward": before} if (before := self.__dict__.get("normgeo_forward")) else {})
 
@@ -245,8 +245,8 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     The outputs are compared before it is given back: with torch's arithmetic they are those of the unfused model to the
     last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
     to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
-    parameters, state dict and `generate` are as before; it is for one thread. To compile a model, compile the converted
-    one.
+    parameters, state dict and `generate` are as before; it is for one thread. It is pickled as the model it was. To
+    compile a model, compile the converted one.
 
     Args:
         model: a converted model, in evaluation mode; it is changed and given back.
@@ -296,7 +296,7 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
     own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
     own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
     for module, values in own.items():
-        methods = {"forward": values["forward"], "__deepcopy__": _copied}
+        methods = {"forward": values["forward"], "__getstate__": _unfused, "__deepcopy__": _copied}
         bound = {name: MethodType(function, module) for name, function in methods.items()}
         module.__dict__.update({**values, **bound, "normgeo_stream": stream})
 

@@ -1,6 +1,8 @@
 """The fused inference mode gives what the converted model gives, or refuses."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -121,6 +123,25 @@ def test_a_copy_is_its_own_and_saving_is_as_before(converted, tmp_path):
     other.vit.layernorm.weight.add_(1.0)
     assert not torch.equal(other(**inputs).logits, model(**inputs).logits)
     assert model.state_dict().keys() == converted("vit").state_dict().keys()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_pickled_it_is_the_converted_model_that_it_was(name, converted):
+    model = converted(name)
+    inputs = example_inputs(model, seed=1)
+    before = outputs_of(model, inputs)
+    optimize(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert relative(outputs_of(other, inputs), before) == 0.0
+        assert other(**inputs, output_hidden_states=True).hidden_states  # it has some to give
+        assert relative(outputs_of(optimize(other), inputs), before) < 1e-6
+        assert len(fused_norms(other)) == FUSED[name]
+    assert len(fused_norms(copy.deepcopy(model))) == FUSED[name]
+    assert relative(outputs_of(model, inputs), before) < 1e-6
 
 
 class Doubled(nn.Module):
