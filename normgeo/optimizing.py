@@ -21,11 +21,12 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from normgeo.additions import rewritten
+from normgeo.centering import SIDE
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.probing import outputs_of, same
-from normgeo.sites import evaluating
+from normgeo.sites import evaluating, find_sites
 
 __all__ = ["fused_norms", "optimize"]
 
@@ -256,9 +257,11 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
         ConversionError: there is nothing to fuse, hooks are in the way, or the outputs differ; the model is as it was.
         ModelError: no input could be made, or the model fails on it.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"optimize takes a model, as in optimize(convert(...).model), not a {_kind(model)}")
     norms = {name: m for name, m in model.named_modules() if getattr(m, "kernel", None) and hasattr(m, "plain")}
     if not norms:
-        raise ConversionError(f"{type(model).__name__} has no converted norms; convert it first")
+        raise ConversionError(_unconverted(model, inputs))
     if any("normgeo_stream" in m.__dict__ for m in norms.values()):
         return model
     inputs = example_inputs(model) if inputs is None else inputs
@@ -278,6 +281,16 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
                 module.__dict__ = _unfused(module)
         raise
     return model
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}: give it its .model" if hasattr(value, "certificate") else type(value).__name__
+
+
+def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> str:
+    if any(site.kind == "layernorm" and site.role not in SIDE for site in find_sites(model, inputs)):
+        return f"{type(model).__name__} has no converted norms; convert it first"
+    return f"{type(model).__name__} has no LayerNorm to convert, and only norms that convert made are fused"
 
 
 def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: _Stream) -> None:

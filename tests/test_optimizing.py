@@ -1,11 +1,13 @@
 """The fused inference mode gives what the converted model gives, or refuses."""
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
+import transformers
 import zoo
 from torch import nn
 from torch.nn.utils import parametrize
@@ -234,6 +236,25 @@ def test_where_there_is_nothing_to_fuse_the_model_is_as_it_was(name, converted):
 def test_a_model_that_is_not_converted_is_refused(tiny):
     with pytest.raises(ConversionError, match="convert it first"):
         optimize(tiny("gpt2"))
+    with pytest.raises(ConversionError, match="no LayerNorm to convert"):  # where convert would refuse it too
+        optimize(tiny("llama"))
+
+
+def test_where_no_norm_of_a_block_was_replaced_there_is_nothing_to_fuse():
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    config = transformers.CLIPVisionConfig(num_hidden_layers=2, **shape)
+    model = convert(zoo.perturb(transformers.CLIPVisionModel(config).eval())).model
+    with pytest.raises(ConversionError, match="nothing to fuse"):
+        optimize(model)
+    assert unchanged(model)
+
+
+def test_what_is_no_model_is_named(tiny):
+    unchecked = inspect.unwrap(optimize)  # in tests alone every type is checked
+    with pytest.raises(ConversionError, match=r"not a Conversion: give it its \.model"):
+        unchecked(convert(tiny("gpt2")))
+    with pytest.raises(ConversionError, match="not a Linear"):
+        unchecked(nn.Linear(2, 2))
 
 
 class Block(nn.Module):
