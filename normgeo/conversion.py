@@ -26,7 +26,7 @@ from normgeo.compression import compress, expand, fold
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, NormGeoError
 from normgeo.gauge import INVISIBLE, Gauge, find_gauge
-from normgeo.models import example_inputs
+from normgeo.models import example_inputs, saved_elsewhere
 from normgeo.probing import Place, float64_copy, outputs_of, same, tied, untie
 from normgeo.shallow import shallow_gauge
 from normgeo.sites import NormSite, find_sites
@@ -166,7 +166,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
     exact = float64_copy(model)
     expand(exact, recipe)
     recipe["shapes"] = {}
-    exact.config.normgeo = recipe
+    _note(exact, recipe)
     result = copy.deepcopy(exact)
     dtypes = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
@@ -199,7 +199,7 @@ def _trainable(
     norms = {site.name: _spec(model.get_submodule(site.name), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     _replace(converted, chosen, recipe)
-    converted.config.normgeo = recipe
+    _note(converted, recipe)
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
     original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
     certificate = certify(
@@ -334,8 +334,14 @@ def _in_dtype(
     for head in recipe.get("heads", ()):
         mean: Any = converted.get_submodule(head).mean
         mean.copy_(exact.get_parameter(f"{head}.weight").mean(1))
-    converted.config.normgeo = recipe
+    _note(converted, recipe)
     return converted
+
+
+def _note(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """Let a model say what its structure is, which a native model's files do not."""
+    model.config.normgeo = recipe
+    model.save_pretrained = saved_elsewhere  # pyright: ignore
 
 
 def _values(model: nn.Module, recipe: dict[str, Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import transformers
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
 from normgeo.converted import PREFIX, converted_class
-from normgeo.errors import ModelError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs, max_context
 from normgeo.norms import RMSNorm
 
@@ -41,6 +41,7 @@ __all__ = [
     "out_of_memory",
     "pick_device",
     "pick_dtype",
+    "saved_elsewhere",
     "tokenizer_digest",
     "twin",
     "weights_digest",
@@ -186,8 +187,25 @@ def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     kind = raw.pop("model_type").removeprefix(PREFIX)
     native = type(transformers.AutoConfig.for_model(kind))
     config = type("ConvertedConfig", (native,), {"model_type": PREFIX + kind, "__module__": __name__})
-    model = getattr(transformers, raw["architectures"][0])
-    return config.from_dict(raw), converted_class(model, config)
+    model = getattr(transformers, raw["architectures"][0], None)
+    if model is None:  # saved again by the class in the checkpoint, whose name does not say what it was
+        auto = next(name for name in raw["auto_map"] if name != "AutoConfig")
+        model = getattr(transformers, auto)._model_mapping[native]
+    cls = converted_class(model, config)
+    cls.save_pretrained = saved_elsewhere  # pyright: ignore
+    return config.from_dict(raw), cls
+
+
+def saved_elsewhere(*_: Any, **__: Any) -> NoReturn:
+    """The `save_pretrained` of converted models: transformers' own leaves out the code that their structure needs.
+
+    Raises:
+        ConversionError: always; it says what to call.
+    """
+    raise ConversionError(
+        "save_pretrained would write a converted model as the native one: call normgeo.checkpoint.save(conversion, "
+        "folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of transformers"
+    )
 
 
 def explained(name: str, error: Exception) -> ModelError:

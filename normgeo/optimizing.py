@@ -7,31 +7,34 @@ are written, in the source of the blocks' `forward`; which norm reads which sum 
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
+import copy
+import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+from normgeo.additions import rewritten
+from normgeo.centering import SIDE
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.probing import outputs_of, same
+from normgeo.sites import evaluating, find_sites
 
 __all__ = ["fused_norms", "optimize"]
 
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
-ADD = "_normgeo_add"
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
+CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
+NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
 
@@ -53,6 +56,8 @@ class _Stream:
     """What one forward pass knows of its residual stream.
 
     Attributes:
+        inside: the modules that give hidden states which the mode overwrites.
+        running: whether a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: where the inputs are, which are the caller's.
@@ -61,13 +66,15 @@ class _Stream:
         ready: the norm of `own`, and `reader`, whose it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inside: list[nn.Module]) -> None:
+        self.inside = inside
         self.mode: Literal["watch", "exact", "fast"] = "watch"
         self.narrow = False
         self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
         self.reset()
 
-    def reset(self, *inputs: Any) -> None:
+    def reset(self, *inputs: Any, running: bool = False) -> None:
+        self.running = running
         self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
         self.last: Tensor | None = None
         self.own: Tensor | None = None
@@ -92,7 +99,7 @@ def _norm(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The forward of a norm in this mode: what is ready, or the norm."""
     stream: _Stream = self.normgeo_stream
     if is_grad_enabled():
-        raise ConversionError("an optimized model is for inference: call it under torch.no_grad() or inference_mode()")
+        raise ConversionError(NO_GRAD)
     stream.last, own = x, stream.own
     if stream.reader is self and (x is own or _is(own, x)):
         z, stream.ready, stream.reader = stream.ready, None, None
@@ -126,7 +133,8 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     z = None
     if stream.mode == "fast":
         of = norm._parameters  # as attributes they take as long as the rest of this function
-        z = norm_ops.add_norm_(residual, x, of["weight"], of["bias"], norm.eps, norm.offset, norm.kernel, over)
+        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
+        z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
     if z is None:
         residual.add_(x)
         z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)
@@ -136,88 +144,86 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     return residual
 
 
-# --- where the additions are -----------------------------------------------------------------------------------------
+# --- where passes begin ----------------------------------------------------------------------------------------------
 
 
-class _Additions(ast.NodeTransformer):
-    """Turns every a + b into a call that knows its block and its place."""
-
-    def __init__(self, block: str) -> None:
-        self.block, self.count = block, 0
-
-    def _call(self, a: ast.expr, b: ast.expr) -> ast.Call:
-        self.count += 1
-        place: list[ast.expr] = [ast.Name(self.block, ast.Load()), ast.Constant(self.count)]
-        return ast.Call(ast.Name(ADD, ast.Load()), [*place, a, b], [])
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        return self._call(node.left, node.right) if isinstance(node.op, ast.Add) else node
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        self.generic_visit(node)
-        if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
-            return node
-        return ast.Assign([node.target], self._call(ast.Name(node.target.id, ast.Load()), node.value))
+def _allowed(hook: Any) -> bool:
+    return (
+        getattr(getattr(hook, "func", None), "__name__", "") in RECENTERS
+        or getattr(hook, "__module__", "") == CAPTURES  # when it captures hidden states, that was asked for and refused
+    )
 
 
-def _rewritten(cls: type[nn.Module]) -> Callable[..., Any] | None:
-    """A class's `forward` with its additions as calls; None where there are none, or its source cannot be had."""
-    inner = inspect.unwrap(cls.forward)
-    if not isinstance(inner, FunctionType) or inner.__code__.co_freevars:
-        return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
-        return None
-    additions = _Additions(function.args.args[0].arg)
-    function.body = [additions.visit(line) for line in function.body]
-    if not additions.count:
-        return None
-    # inside another function, so that the module's globals stay its own
-    outer = ast.parse(f"def outer({ADD}):\n    return {function.name}").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.body.insert(0, function)
-    tree.body = [outer]
-    flags, names = __future__.annotations.compiler_flag, {}
-    exec(compile(ast.fix_missing_locations(tree), inner.__code__.co_filename, "exec", flags), inner.__globals__, names)
-    return names["outer"](_add)
+def _hooked(modules: Iterable[nn.Module]) -> str | None:
+    """The name of the first of these that somebody else's hooks are on."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "every module"
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if hooks and not all(map(_allowed, hooks.values())):
+                return type(module).__name__
+    return None
+
+
+def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
+    """A forward at which a pass may begin: it refuses what it would give wrong values to, and leaves nothing behind."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    place = names.index("output_hidden_states") if "output_hidden_states" in names else None
+
+    @functools.wraps(forward)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stream: _Stream = self.normgeo_stream
+        if block and stream.running:
+            return forward(self, *args, **kwargs)
+        given = args[place] if place is not None and place < len(args) else None
+        wanted = kwargs.get("output_hidden_states", given)
+        if wanted or (wanted is None and getattr(getattr(self, "config", None), "output_hidden_states", False)):
+            raise ConversionError("an optimized model has no hidden states to give: its stream is added to in place")
+        if stream.running:
+            return _within(stream, self, forward, args, kwargs)
+        if torch.is_grad_enabled():
+            raise ConversionError(NO_GRAD)
+        if (name := _hooked(stream.inside)) is not None:
+            raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
+        stream.reset(*args, *kwargs.values(), running=True)
+        try:
+            return _within(stream, self, forward, args, kwargs)
+        finally:
+            stream.reset()
+
+    return entry
+
+
+def _within(stream: _Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a module around blocks: what hooks see go in or come out of it is not added to in place."""
+    hooked = _hooked([module]) is not None
+    stream.own = None if hooked else stream.own
+    before = module.__dict__.get("normgeo_forward")
+    result = before(*args, **kwargs) if before else forward(module, *args, **kwargs)
+    stream.own = None if hooked else stream.own
+    return result
 
 
 # --- the mode --------------------------------------------------------------------------------------------------------
 
-
-def _own_hook(hook: Any) -> bool:
-    return getattr(getattr(hook, "func", None), "__name__", "") in RECENTERS
-
-
-def _hooked(modules: Iterable[nn.Module]) -> nn.Module | None:
-    for module in modules:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            if hooks and not all(map(_own_hook, hooks.values())):
-                return module
-    return None
+OURS = {
+    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_kept", "normgeo_forward",
+    "__getstate__", "__deepcopy__",
+}  # fmt: skip
+"""What the mode gives to modules, each for itself. Classes stay as they are: others share them."""
 
 
-def _before(modules: list[nn.Module], stream: _Stream, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what the mode would give wrong values to."""
-    stream.reset(*args, *kwargs.values())
-    if torch.is_grad_enabled():
-        raise ConversionError("an optimized model is for inference: call it under torch.no_grad() or inference_mode()")
-    wanted = kwargs.get("output_hidden_states")
-    if wanted or (wanted is None and getattr(model.config, "output_hidden_states", False)):
-        raise ConversionError("an optimized model has no hidden states to give: its stream is added to in place")
-    if (module := _hooked(modules)) is not None:
-        raise ConversionError(
-            f"a hook on {type(module).__name__} needs hidden states that an optimized model overwrites"
-        )
+def _unfused(self: nn.Module) -> dict[str, Any]:
+    """What a module was, which is what is pickled: where additions are is known of this process's code alone."""
+    state = {name: value for name, value in self.__dict__.items() if name not in OURS}
+    return state | ({"forward": before} if (before := self.__dict__.get("normgeo_forward")) else {})
 
 
-def _after(stream: _Stream, *_: Any) -> None:
-    stream.reset()
+def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy in the same mode."""
+    memo[id(self)] = new = type(self).__new__(type(self))
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
 
 
 def _blocks(model: nn.Module, norms: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -238,9 +244,10 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     """Fuse, in place, residual additions with the RMSNorm or CRMSNorm that reads their sum, for inference.
 
     The outputs are compared before it is given back: with torch's arithmetic they are those of the unfused model to the
-    last bit, and with the kernels close to them. An optimized model refuses to run under autograd, with hooks on its
-    norms or in its blocks, and where hidden states are asked for. Its parameters, state dict and `generate` are as
-    before; it is for one thread. To compile a model, compile the converted one.
+    last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
+    to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
+    parameters, state dict and `generate` are as before; it is for one thread. It is pickled as the model it was. To
+    compile a model, compile the converted one.
 
     Args:
         model: a converted model, in evaluation mode; it is changed and given back.
@@ -248,57 +255,63 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
 
     Raises:
         ConversionError: there is nothing to fuse, hooks are in the way, or the outputs differ; the model is as it was.
+        ModelError: no input could be made, or the model fails on it.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"optimize takes a model, as in optimize(convert(...).model), not a {_kind(model)}")
     norms = {name: m for name, m in model.named_modules() if getattr(m, "kernel", None) and hasattr(m, "plain")}
     if not norms:
-        raise ConversionError(f"{type(model).__name__} has no converted norms; convert it first")
+        raise ConversionError(_unconverted(model, inputs))
     if any("normgeo_stream" in m.__dict__ for m in norms.values()):
         return model
-    stream, inputs = _Stream(), example_inputs(model) if inputs is None else inputs
-    blocks, undo = [block for _, block in _blocks(model, norms)], []
-    if (module := _hooked(_inside(blocks, norms.values()))) is not None:
-        raise ConversionError(f"{type(module).__name__} has hooks, which a fused stream would mislead; remove them")
-    was_training = model.training
+    inputs = example_inputs(model) if inputs is None else inputs
+    blocks = [block for _, block in _blocks(model, norms)]
+    # all that gives hidden states which the mode overwrites
+    inside = list(dict.fromkeys([*norms.values(), *(module for block in blocks for module in block.modules())]))
+    if (name := _hooked(inside)) is not None:
+        raise ConversionError(f"{name} has hooks, which a fused stream would mislead; remove them")
+    stream = _Stream(inside)
     try:
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-            model.eval()
-            _install(model, list(norms.values()), blocks, stream, undo)
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
+            _install(model, list(norms.values()), blocks, stream)
             _verify(model, inputs, stream)
     except BaseException:
-        for take_back in undo:
-            take_back()
+        for module in model.modules():
+            if "normgeo_stream" in module.__dict__:
+                module.__dict__ = _unfused(module)
         raise
-    finally:
-        model.train(was_training)
     return model
 
 
-def _inside(blocks: list[nn.Module], norms: Iterable[nn.Module]) -> list[nn.Module]:
-    """All modules that give hidden states which the mode overwrites."""
-    return list(dict.fromkeys([*norms, *(module for block in blocks for module in block.modules())]))
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}: give it its .model" if hasattr(value, "certificate") else type(value).__name__
 
 
-def _install(
-    model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: _Stream, undo: list[Callable[[], Any]]
-) -> None:
-    forwards = {cls: _rewritten(cls) for cls in {type(block) for block in blocks}}
+def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> str:
+    if any(site.kind == "layernorm" and site.role not in SIDE for site in find_sites(model, inputs)):
+        return f"{type(model).__name__} has no converted norms; convert it first"
+    return f"{type(model).__name__} has no LayerNorm to convert, and only norms that convert made are fused"
+
+
+def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: _Stream) -> None:
+    inside, kept = set(map(id, stream.inside)), {0, *map(_begins, (*model.parameters(), *model.buffers()))}
+    around = [m for m in model.modules() if id(m) not in inside and any(id(part) in inside for part in m.modules())]
+    around = [m for m in around if type(m).forward is not nn.Module.forward]  # a list is not called
     inner = {id(child) for block in blocks for child in block.children()}
-    kept = {0, *map(_begins, (*model.parameters(), *model.buffers()))}
-    own = {
+    sums = {cls: rewritten(cls, _add) for cls in {type(block) for block in blocks}}
+    fused = {cls: _entry(forward, True) for cls, forward in sums.items() if forward is not None}
+    entries = {cls: _entry(cls.forward, False) for cls in {type(module) for module in around}}
+    blocks = [block for block in blocks if type(block) in fused]
+    own: dict[nn.Module, dict[str, Any]] = {
         **{norm: {"forward": _norm, "normgeo_inner": id(norm) in inner} for norm in norms},
-        **{block: {"forward": forwards[type(block)], "normgeo_next": {}, "normgeo_kept": kept} for block in blocks},
+        **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_kept": kept} for block in blocks},
     }
+    own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
+    own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
     for module, values in own.items():
-        if values["forward"] is None or "forward" in module.__dict__:
-            continue
-        values = {**values, "forward": MethodType(values["forward"], module), "normgeo_stream": stream}
-        module.__dict__.update(values)
-        undo += [lambda m=module, names=tuple(values): [m.__dict__.pop(name) for name in names]]
-    handles = [
-        model.register_forward_pre_hook(partial(_before, _inside(blocks, norms), stream), with_kwargs=True),
-        model.register_forward_hook(partial(_after, stream), always_call=True),
-    ]
-    undo += [handle.remove for handle in handles]
+        methods = {"forward": values["forward"], "__getstate__": _unfused, "__deepcopy__": _copied}
+        bound = {name: MethodType(function, module) for name, function in methods.items()}
+        module.__dict__.update({**values, **bound, "normgeo_stream": stream})
 
 
 def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> None:

@@ -1,8 +1,11 @@
 """Checkpoints of converted models: loaded in a process where this package cannot be imported."""
 
+import copy
+import dataclasses
 import errno
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -11,9 +14,9 @@ import pytest
 import torch
 import zoo
 from safetensors import safe_open
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from normgeo import checkpoint, compare, convert, decompress, find_sites, load_model
+from normgeo import checkpoint, compare, convert, decompress, find_sites, load_model, optimize
 from normgeo.checkpoint import save
 from normgeo.cli import app
 from normgeo.converting import convert_checkpoint
@@ -21,6 +24,7 @@ from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.models import EMBEDDED, example_inputs
 from normgeo.norms import RMSNorm
+from normgeo.trainable import bake
 
 LOADER = """
 import sys
@@ -95,6 +99,41 @@ def test_nothing_loads_it_as_the_native_model_by_mistake(tmp_path):
     assert config["model_type"] == "normgeo_gpt2"
     assert set(config["auto_map"]) >= {"AutoConfig", "AutoModelForCausalLM"}
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["certificate"]["passed"] is True
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"to": "crmsnorm"}, {"to": "crmsnorm", "padded": True}, {"trainable": True}], ids=str
+)
+def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp_path):
+    """A native model's files lack the structure of a converted one: logits would be 19% off, and nobody told."""
+    conversion = convert(zoo.tiny("gpt2"), **options)
+    models = [conversion.model, copy.deepcopy(conversion.model)]
+    if options.get("trainable"):
+        conversion = dataclasses.replace(conversion, model=bake(conversion.model))
+        models.append(conversion.model)
+    else:
+        models += [optimize(copy.deepcopy(conversion.model)), pickle.loads(pickle.dumps(conversion.model))]
+    save(conversion, tmp_path / "out")
+    models.append(load_model(tmp_path / "out"))
+    for model in models:
+        with pytest.raises(ConversionError, match=r"call normgeo\.checkpoint\.save"):
+            model.save_pretrained(tmp_path / "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    inputs = example_inputs(conversion.model, 9)
+    with torch.no_grad():
+        a, b = conversion.model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_transformers_saves_again_what_it_loaded(tmp_path):
+    conversion = convert(zoo.tiny("gpt2"), to="crmsnorm", padded=True)
+    save(conversion, tmp_path / "out")
+    auto, inputs = AutoModelForCausalLM, example_inputs(conversion.model, 9)
+    auto.from_pretrained(tmp_path / "out", trust_remote_code=True).save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        a = conversion.model(**inputs).logits
+        for model in (auto.from_pretrained(tmp_path / "again", trust_remote_code=True), load_model(tmp_path / "again")):
+            torch.testing.assert_close(model(**inputs).logits, a, rtol=1e-6, atol=1e-6)
 
 
 def test_olmo_becomes_a_plain_llama(tmp_path):

@@ -1,11 +1,16 @@
 """The fused inference mode gives what the converted model gives, or refuses."""
 
 import copy
+import inspect
+import io
+import pickle
 
 import pytest
 import torch
+import transformers
 import zoo
 from torch import nn
+from torch.nn.utils import parametrize
 
 from normgeo import convert, optimize
 from normgeo.errors import ConversionError
@@ -122,6 +127,62 @@ def test_a_copy_is_its_own_and_saving_is_as_before(converted, tmp_path):
     assert model.state_dict().keys() == converted("vit").state_dict().keys()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_pickled_it_is_the_converted_model_that_it_was(name, converted):
+    model = converted(name)
+    inputs = example_inputs(model, seed=1)
+    before = outputs_of(model, inputs)
+    optimize(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert relative(outputs_of(other, inputs), before) == 0.0
+        assert other(**inputs, output_hidden_states=True).hidden_states  # it has some to give
+        assert relative(outputs_of(optimize(other), inputs), before) < 1e-6
+        assert len(fused_norms(other)) == FUSED[name]
+    assert len(fused_norms(copy.deepcopy(model))) == FUSED[name]
+    assert relative(outputs_of(model, inputs), before) < 1e-6
+
+
+class Doubled(nn.Module):
+    """A parametrization that is not the identity."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_norms_may_be_parametrized(when, converted):
+    model = converted("gpt2")
+    fused = copy.deepcopy(model)
+    if when == "after":
+        optimize(fused)
+    for each in (model, fused):
+        for block in each.transformer.h:
+            parametrize.register_parametrization(block.ln_1, "weight", Doubled())
+            parametrize.register_parametrization(block.ln_2, "bias", Doubled())
+    inputs = example_inputs(model, seed=1)
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(fused), inputs), before) < 1e-6
+    assert len(fused_norms(fused)) == FUSED["gpt2"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_every_module_stays_in_its_mode(name, converted):
+    """Also where the model is refused: nothing of bert can be fused."""
+    model = converted(name).train()
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()
+    before = [module.training for module in model.modules()]
+    try:
+        optimize(model)
+    except ConversionError:
+        assert name == "bert"
+    assert [module.training for module in model.modules()] == before
+
+
 def test_twice_is_once(converted):
     model = optimize(converted("gpt2"))
     assert optimize(model) is model
@@ -175,6 +236,25 @@ def test_where_there_is_nothing_to_fuse_the_model_is_as_it_was(name, converted):
 def test_a_model_that_is_not_converted_is_refused(tiny):
     with pytest.raises(ConversionError, match="convert it first"):
         optimize(tiny("gpt2"))
+    with pytest.raises(ConversionError, match="no LayerNorm to convert"):  # where convert would refuse it too
+        optimize(tiny("llama"))
+
+
+def test_where_no_norm_of_a_block_was_replaced_there_is_nothing_to_fuse():
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    config = transformers.CLIPVisionConfig(num_hidden_layers=2, **shape)
+    model = convert(zoo.perturb(transformers.CLIPVisionModel(config).eval())).model
+    with pytest.raises(ConversionError, match="nothing to fuse"):
+        optimize(model)
+    assert unchanged(model)
+
+
+def test_what_is_no_model_is_named(tiny):
+    unchecked = inspect.unwrap(optimize)  # in tests alone every type is checked
+    with pytest.raises(ConversionError, match=r"not a Conversion: give it its \.model"):
+        unchecked(convert(tiny("gpt2")))
+    with pytest.raises(ConversionError, match="not a Linear"):
+        unchecked(nn.Linear(2, 2))
 
 
 class Block(nn.Module):

@@ -1,0 +1,163 @@
+"""Whichever part of an optimized model is called, and whoever looks on: values are right, or it refuses."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+from torch.nn.modules import module as global_hooks
+
+from normgeo import convert, optimize
+from normgeo.errors import ConversionError
+from normgeo.examples import example_inputs
+from normgeo.optimizing import fused_norms
+from normgeo.probing import outputs_of
+
+CASES = {
+    "gpt2": ("gpt2", {}, "h", ()),
+    "gpt_neox": ("gpt_neox", {}, "layers", ()),
+    "sequential": ("gpt_neox", {"use_parallel_residual": False}, "layers", ()),
+    "opt": ("opt", {}, "decoder.layers", ("decoder",)),
+    "vit": ("vit", {}, "layers", ()),
+}  # architecture, its options, where in the base model its blocks are, and other modules around them
+KEPT = {}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """(converted, optimized, inputs, path to the blocks, modules around them)"""
+    name, options, blocks, around = CASES[request.param]
+    if request.param not in KEPT:
+        KEPT[request.param] = convert(zoo.tiny(name, **options)).model
+    plain = copy.deepcopy(KEPT[request.param])
+    return plain, optimize(copy.deepcopy(plain)), example_inputs(plain, time=11, seed=4), blocks, around
+
+
+def close(a, b):
+    return all(float((x - y).abs().max()) < 1e-5 * float(y.abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@torch.no_grad()
+def test_parts_of_the_model_refuse_what_the_model_refuses(case):
+    plain, fused, inputs, blocks, around = case
+    for part in (fused, fused.base_model, *map(fused.base_model.get_submodule, around)):
+        with pytest.raises(ConversionError, match="hidden states"):
+            part(**inputs, output_hidden_states=True)
+        block = fused.base_model.get_submodule(blocks)[1]
+        with block.register_forward_hook(lambda *_: None), pytest.raises(ConversionError, match="hook on"):
+            part(**inputs)
+        fused.config.output_hidden_states = True
+        with pytest.raises(ConversionError, match="hidden states"):
+            part(**inputs)
+        fused.config.output_hidden_states = False
+    assert close(outputs_of(fused.base_model, inputs), outputs_of(plain.base_model, inputs))
+    assert close(outputs_of(fused, inputs), outputs_of(plain, inputs))
+
+
+@torch.no_grad()
+def test_nothing_of_a_pass_is_kept(case):
+    _, fused, inputs, *_ = case
+
+    def streams():
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+        return sum(value.ndim == 3 and value.shape[-1] == 32 and not value.requires_grad for value in tensors)
+
+    for part in (fused, fused.base_model):
+        before = streams()
+        part(**inputs)
+        assert streams() == before
+
+
+@torch.no_grad()
+def test_blocks_that_are_called_one_by_one_leave_what_they_were_given():
+    plain = convert(zoo.tiny("gpt2")).model
+    fused, x = optimize(copy.deepcopy(plain)), torch.randn(2, 5, 32)
+    x -= x.mean(-1, keepdim=True)
+    states = [x]
+    for block in fused.transformer.h:
+        states.append(block(states[-1]))
+    expected = [x]
+    for block in plain.transformer.h:
+        expected.append(block(expected[-1]))
+    assert close(states, expected)
+    last = weakref.ref(states[-1])
+    del states, block
+    gc.collect()
+    assert last() is None
+
+
+@torch.no_grad()
+def test_hooks_around_blocks_see_what_stays(case):
+    """What goes in and out of modules around the blocks may be looked at, and be kept."""
+    plain, fused, inputs, _, around = case
+    seen = {}
+    for model in (plain, fused):
+        to = seen.setdefault(model, [])
+        for part in (model.base_model, *map(model.base_model.get_submodule, around)):
+            part.register_forward_hook(lambda _, args, out, to=to: to.append(out[0]))
+        model(**inputs)
+    assert close(seen[fused], seen[plain])
+
+
+class Stages(torch.nn.Module):
+    """Blocks in two stages, which are modules themselves."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x, *_, **__):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_a_stage_in_the_middle_of_the_stream_may_be_looked_at():
+    plain = convert(zoo.tiny("gpt2", n_layer=4)).model
+    blocks = plain.transformer.h
+    plain.transformer.h = torch.nn.ModuleList([Stages(blocks[:2]), Stages(blocks[2:])])
+    fused, seen, ids = optimize(copy.deepcopy(plain)), {}, torch.tensor([[1, 2, 3]])
+    assert len(fused_norms(fused)) == 8
+    for model in (plain, fused):
+        to = seen.setdefault(model, [])
+        model.transformer.h[0].register_forward_hook(lambda _, args, out, to=to: to.append(out))
+        model.transformer.h[1].register_forward_pre_hook(lambda _, args, to=to: to.append(args[0]))
+        to.append(model(ids).logits)
+    assert close(seen[fused], seen[plain])
+
+
+# --- hooks that are transformers' own, and everybody's ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_that_outputs_were_once_captured_is_no_matter():
+    model, ids = convert(zoo.tiny("gpt2")).model, torch.tensor([[1, 2, 3]])
+    model.set_attn_implementation("eager")
+    expected = model(ids, output_attentions=True, output_hidden_states=True)
+    optimize(model)  # which the hooks that transformers has left do not keep from it
+    found = model(ids, output_attentions=True)
+    assert close([found.logits, *found.attentions], [expected.logits, *expected.attentions])
+    assert close([model(ids).logits, model.transformer(ids)[0]], [expected.logits, expected.hidden_states[-1]])
+    for part in (model, model.transformer):
+        with pytest.raises(ConversionError, match="hidden states"):
+            part(ids, output_attentions=True, output_hidden_states=True)
+    assert torch.equal(model(ids).logits, found.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_hooks_on_every_module_are_refused(register):
+    model, ids = convert(zoo.tiny("gpt2")).model, torch.tensor([[1, 2, 3]])
+    with getattr(global_hooks, register)(lambda *_: None), pytest.raises(ConversionError, match="every module"):
+        optimize(model)
+    optimize(model)
+    with getattr(global_hooks, register)(lambda *_: None):
+        for part in (model, model.transformer):
+            with pytest.raises(ConversionError, match="every module"):
+                part(ids)
+    assert model(ids).logits.isfinite().all()
