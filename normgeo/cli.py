@@ -15,6 +15,7 @@ from rich.table import Table
 from normgeo import cli_bench
 from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
+from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -221,6 +222,7 @@ def bench_stream(
     from normgeo.tokens import load_tokens
 
     quiet()
+    check_file(out)
     loaded = load_model(model, dtype=torch.float32, device=device)
     tokens = load_tokens(data, load_tokenizer(model), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
@@ -231,8 +233,7 @@ def bench_stream(
         )
     console.print(f"{model}, {batch} x {context} tokens, {rounds} interleaved rounds, {frame.device.iloc[0]}")
     console.print(table)
-    if out is not None:
-        frame.to_parquet(out, index=False)
+    write_table(frame, out)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normgeo.errors import NormGeoError
+from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,22 +31,6 @@ def _numbers(text: str, option: str) -> list[int]:
     if not words or not all(word.isdecimal() and int(word) for word in words):
         raise NormGeoError(f"{option} takes whole numbers above 0, comma-separated; received {text!r}")
     return [int(word) for word in words]
-
-
-def _write(frame: pd.DataFrame, out: Path) -> None:
-    """Write a table whole or not at all."""
-    part = out.with_name(out.name + ".part")
-    try:
-        frame.to_parquet(part, index=False)
-        os.replace(part, out)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise NormGeoError(f"cannot write {out}: {error.strerror}; give another --out") from error
-
-
-def _writable(out: Path | None) -> None:
-    if out is not None and not out.parent.is_dir():
-        raise NormGeoError(f"there is no directory {out.parent} to write {out.name} in; make it first")
 
 
 def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) -> None:
@@ -85,7 +69,7 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
         from normgeo.models import pick_device
 
         quiet()
-        _writable(out)
+        check_file(out)
         batches, lengths = _numbers(batch, "--batch"), _numbers(length, "--length")
         frames: list[pd.DataFrame] = []
         for name in models:
@@ -99,8 +83,7 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
             )  # fmt: skip
             frames.append(raw)
             _inference(inference_bench.summary(raw), console)
-            if out is not None:
-                _write(pd.concat(frames, ignore_index=True), out)
+            write_table(pd.concat(frames, ignore_index=True), out)
 
     @bench.command("norms")
     def bench_norms(
@@ -119,14 +102,13 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
         from normgeo.models import pick_device
 
         quiet()
-        _writable(out)
+        check_file(out)
         wanted = [_shape(text) for text in _words(shapes)] if shapes else norm_bench.SHAPES
         raw = norm_bench.bench_norms(
             wanted, dtypes=_words(dtype), device=pick_device(device), rounds=rounds, seconds=seconds, seed=seed
         )
-        if out is not None:
-            _write(raw, out)
         _norms(norm_bench.norm_summary(raw), console)
+        write_table(raw, out)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
