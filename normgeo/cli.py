@@ -218,12 +218,12 @@ def bench_stream(
     import torch
 
     from normgeo.bench import bench_stream
-    from normgeo.models import load_model, load_tokenizer
+    from normgeo.models import load_model, load_tokenizer, usable_device
     from normgeo.tokens import load_tokens
 
     quiet()
     check_file(out)
-    loaded = load_model(model, dtype=torch.float32, device=device)
+    loaded = load_model(model, dtype=torch.float32, device=usable_device(device or "cpu"))
     tokens = load_tokens(data, load_tokenizer(model), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
