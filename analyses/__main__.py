@@ -7,13 +7,17 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import tempfile
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
 import transformers
 
 import analyses
 from normgeo import figures
-from normgeo.errors import DataError, NormGeoError
+from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.files import check_folder
 
 FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 
@@ -28,22 +32,36 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
 
     Raises:
         DataError: there is no such analysis, or it does not take an option that was given.
+        RunError: nothing can be written to `out`.
     """
     if name not in names():
         raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
     module = importlib.import_module(f"analyses.{name}")
     if unknown := options.keys() - inspect.signature(module.compute).parameters.keys():
         raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
+    check_folder(out)
     transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
     transformers.utils.logging.disable_progress_bar()
     frame = module.compute(**options)
-    out.mkdir(parents=True, exist_ok=True)
-    frame.to_parquet(out / f"{name}.parquet", index=False)
-    figures.save(module.plot(frame), out / name)
-    if hasattr(module, "markdown"):
-        (out / f"{name}.md").write_text(module.markdown(frame))
     print(frame.head(12).to_string(index=False, max_cols=12, float_format="{:.4g}".format))
+    try:
+        _write(name, module, frame, out)
+    except OSError as error:
+        raise RunError(f"cannot write {out / name}.*: {error.strerror}; give another --out") from error
     print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
+
+
+def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> None:
+    """Put an analysis's files into place once all of them are made: a table beside another's figure would mislead."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as scratch:
+        stem = Path(scratch) / name
+        frame.to_parquet(stem.with_suffix(".parquet"), index=False)
+        figures.save(module.plot(frame), stem)
+        if hasattr(module, "markdown"):
+            stem.with_suffix(".md").write_text(module.markdown(frame))
+        for file in Path(scratch).iterdir():
+            file.replace(out / file.name)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from normgeo import cli_bench
 from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
+from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,11 +220,12 @@ def bench_stream(
     import torch
 
     from normgeo.bench import bench_stream
-    from normgeo.models import load_model, load_tokenizer
+    from normgeo.models import load_model, load_tokenizer, usable_device
     from normgeo.tokens import load_tokens
 
     quiet()
-    loaded = load_model(model, dtype=torch.float32, device=device)
+    check_file(out)
+    loaded = load_model(model, dtype=torch.float32, device=usable_device(device or "cpu"))
     tokens = load_tokens(data, load_tokenizer(model), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
@@ -233,8 +235,7 @@ def bench_stream(
         )
     console.print(f"{model}, {batch} x {context} tokens, {rounds} interleaved rounds, {frame.device.iloc[0]}")
     console.print(table)
-    if out is not None:
-        frame.to_parquet(out, index=False)
+    write_table(frame, out)
 
 
 @app.command()

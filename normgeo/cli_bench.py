@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normgeo.errors import NormGeoError
+from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,31 +22,24 @@ __all__ = ["register"]
 Out = Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every model.")]
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _words(text: str, option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise NormGeoError(f"{option} takes one or more, comma-separated; received {text!r}")
+    return words
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    words = _words(text)
-    if not words or not all(word.isdecimal() and int(word) for word in words):
+    words = _words(text, option)
+    if not all(word.isdecimal() and int(word) for word in words):
         raise NormGeoError(f"{option} takes whole numbers above 0, comma-separated; received {text!r}")
     return [int(word) for word in words]
 
 
-def _write(frame: pd.DataFrame, out: Path) -> None:
-    """Write a table whole or not at all."""
-    part = out.with_name(out.name + ".part")
-    try:
-        frame.to_parquet(part, index=False)
-        os.replace(part, out)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise NormGeoError(f"cannot write {out}: {error.strerror}; give another --out") from error
-
-
-def _writable(out: Path | None) -> None:
-    if out is not None and not out.parent.is_dir():
-        raise NormGeoError(f"there is no directory {out.parent} to write {out.name} in; make it first")
+def _time(seconds: float) -> float:
+    if not seconds >= 0:  # neither below, nor no number
+        raise NormGeoError(f"--seconds takes a number from 0 on; received {seconds}")
+    return seconds
 
 
 def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) -> None:
@@ -72,7 +65,7 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
         graphs: Annotated[bool, typer.Option("--graphs", help="Also as CUDA graphs.")] = False,
         variants: Annotated[str | None, typer.Option(help="Only these, comma-separated.", show_default="all")] = None,
         rounds: Annotated[int, typer.Option(help="Timings of every variant, at most.", min=3)] = 100,
-        seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.")] = 60.0,
+        seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
         device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
         seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
         out: Out = None,
@@ -82,16 +75,20 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
 
         from normgeo import inference_bench
         from normgeo.inference_models import build
-        from normgeo.models import pick_device
+        from normgeo.models import usable_device
 
         quiet()
-        _writable(out)
+        check_file(out)
         batches, lengths = _numbers(batch, "--batch"), _numbers(length, "--length")
+        dtypes, wanted = _words(dtype, "--dtype"), None if variants is None else _words(variants, "--variants")
+        inference_bench.check_names(dtypes, variants=wanted or ())
+        where = usable_device(device)
+        if compiled:
+            inference_bench.check_compiler(where)
         frames: list[pd.DataFrame] = []
         for name in models:
             raw = inference_bench.bench_inference(
-                build(name, device=pick_device(device), seed=seed), name,
-                variants=_words(variants) if variants else None, dtypes=_words(dtype), batches=batches,
+                build(name, device=where, seed=seed), name, variants=wanted, dtypes=dtypes, batches=batches,
                 lengths=lengths, phases=("forward", *["decode"] * decode),
                 modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
                 seed=seed,
@@ -99,8 +96,7 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
             )  # fmt: skip
             frames.append(raw)
             _inference(inference_bench.summary(raw), console)
-            if out is not None:
-                _write(pd.concat(frames, ignore_index=True), out)
+            write_table(pd.concat(frames, ignore_index=True), out)
 
     @bench.command("norms")
     def bench_norms(
@@ -109,24 +105,24 @@ def register(bench: typer.Typer, console: Console, quiet: Callable[[], None]) ->
         ] = None,
         dtype: Annotated[str, typer.Option(help="Of float32, bfloat16 and float16.")] = "float32,bfloat16",
         rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
-        seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.")] = 10.0,
+        seconds: Annotated[
+            float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)
+        ] = 10.0,
         device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
         seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
         out: Out = None,
     ) -> None:
         """Time norms alone, against torch's LayerNorm and a copy of the same memory."""
         from normgeo import norm_bench
-        from normgeo.models import pick_device
 
         quiet()
-        _writable(out)
-        wanted = [_shape(text) for text in _words(shapes)] if shapes else norm_bench.SHAPES
+        check_file(out)
+        wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in _words(shapes, "--shapes")]
         raw = norm_bench.bench_norms(
-            wanted, dtypes=_words(dtype), device=pick_device(device), rounds=rounds, seconds=seconds, seed=seed
+            wanted, dtypes=_words(dtype, "--dtype"), device=device, rounds=rounds, seconds=seconds, seed=seed
         )
-        if out is not None:
-            _write(raw, out)
         _norms(norm_bench.norm_summary(raw), console)
+        write_table(raw, out)
 
 
 def _shape(text: str) -> tuple[int, int, int]:

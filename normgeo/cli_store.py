@@ -11,6 +11,7 @@ from rich.console import Console
 
 from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError, StoreError
+from normgeo.files import check_file, write_table
 
 __all__ = ["register"]
 
@@ -108,9 +109,9 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
         from normgeo.store_bench import bench_store
 
         quiet()
+        check_file(out)
         frame = bench_store(
             model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
         )
         console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
-        if out is not None:
-            frame.to_parquet(out, index=False)
+        write_table(frame, out)

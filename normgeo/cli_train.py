@@ -11,6 +11,7 @@ from rich.table import Table
 
 from normgeo.cli import app, bench_app, console, quiet
 from normgeo.cli_options import Knowing, refuse_beside
+from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
     from normgeo.runs import RunConfig
@@ -97,7 +98,7 @@ def bench_train(
     vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet, after every size.")] = None,
 ) -> None:
     """Time training steps of Pre-LN, Pre-RMSNorm and Pre-CRMSNorm, and what the parts of a step cost."""
     import pandas as pd
@@ -106,6 +107,7 @@ def bench_train(
     from normgeo.recipe import recipe_for
 
     quiet()
+    check_file(out)
     raw = []
     recipes = {size: recipe_for(size, batch=batch, context=context) for size in sizes.split(",")}
     for size, recipe in recipes.items():
@@ -126,8 +128,7 @@ def bench_train(
             f"{about.device}, torch {about.torch}"
         )
         console.print(table)
-    if out is not None:
-        pd.concat(raw, ignore_index=True).to_parquet(out, index=False)
+        write_table(pd.concat(raw, ignore_index=True), out)
 
 
 def angles_by_step(out: Path | None, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:

@@ -199,7 +199,7 @@ def _trainable(
     norms = {site.name: _spec(model.get_submodule(site.name), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     _replace(converted, chosen, recipe)
-    _note(converted, recipe)
+    converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
     original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
     certificate = certify(

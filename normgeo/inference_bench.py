@@ -26,14 +26,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError
-from normgeo.inference_models import DTYPES, VARIANTS, Bases, available, bases, derived, in_dtype, main_sites
+from normgeo.inference_models import (
+    DTYPES,
+    VARIANTS,
+    Bases,
+    available,
+    bases,
+    check_variants,
+    derived,
+    in_dtype,
+    main_sites,
+)
 from normgeo.kernels import norm_ops
-from normgeo.models import example_inputs, max_context
+from normgeo.models import example_inputs, max_context, memory_explained
 from normgeo.norm_timer import NormTimer
 from normgeo.sites import NormSite
-from normgeo.timing import Stopwatch, circumstances, interleaved, recorded, synchronize
+from normgeo.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded, synchronize
 
-__all__ = ["COMPILED", "MODES", "PHASES", "Case", "bench_inference", "summary"]
+__all__ = ["COMPILED", "MODES", "PHASES", "Case", "bench_inference", "check_compiler", "check_names", "summary"]
 
 PHASES = ("forward", "decode")
 """All tokens at once without a cache, or one token after `length` of them that are in the cache."""
@@ -119,6 +129,32 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         convolutions.fp32_precision = before
 
 
+def check_names(
+    dtypes: Sequence[str], phases: Sequence[str] = PHASES, modes: Sequence[str] = MODES, variants: Sequence[str] = ()
+) -> None:
+    """Refuse names that are nothing's, before a model is loaded or converted. Without variants all are meant.
+
+    Raises:
+        ModelError: there is no such dtype, phase, mode or variant, or none is given.
+    """
+    given = {"dtype": (dtypes, DTYPES), "phase": (phases, PHASES), "mode": (modes, MODES)}
+    for what, (names, there) in (given | ({"variant": (variants, tuple(VARIANTS))} if variants else {})).items():
+        if not names:
+            raise ModelError(f"no {what} was given; choose {', '.join(there)}")
+        if unknown := [name for name in names if name not in there]:
+            raise ModelError(f"no {what} {', '.join(unknown)!r}; choose {', '.join(there)}")
+
+
+def check_compiler(device: str) -> None:
+    """Refuse a device for which torch.compile makes no code.
+
+    Raises:
+        ModelError: it does not, for want of a compiler.
+    """
+    with compiler_explained(f"for {device}"):
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(1, device=device))
+
+
 def bench_inference(
     model: PreTrainedModel,
     name: str | None = None,
@@ -163,14 +199,21 @@ def bench_inference(
         NormGeoError: there is no such variant, dtype, phase or mode, a variant's outputs are wrong, or the model cannot
             be converted.
     """
-    for what, given, there in (("dtype", dtypes, DTYPES), ("phase", phases, PHASES), ("mode", modes, MODES)):
-        if unknown := [value for value in given if value not in there]:
-            raise ModelError(f"no {what} {', '.join(unknown)!r}; choose {', '.join(there)}")
+    check_names(dtypes, phases, modes)
+    if not batches or not lengths:
+        raise ModelError(f"received {len(batches)} batches and {len(lengths)} lengths; give one of each at least")
     if "graph" in modes and model.device.type != "cuda":
         raise ModelError(f"CUDA graphs need a CUDA device; the model is on {model.device.type}")
     sites = main_sites(model)
     wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
+    check_variants(model, sites, wanted)
     name = name or model.name_or_path or type(model).__name__
+    is_text = "input_ids" in example_inputs(model)
+    generates = is_text and model.can_generate() and not model.config.is_encoder_decoder
+    lengths = lengths if is_text else (0,)
+    for batch, length, phase in itertools.product(batches, lengths, phases):
+        with _fitting(batch, length):
+            _inputs(model, batch, length, phase)  # what the model does not take, before anything is measured
     announce(f"{name}: {model.num_parameters():,} parameters, {len(sites)} norms of width {sites[0].d}; converting")
     models = bases(model, sites, wanted)
     if not variants:
@@ -179,25 +222,32 @@ def bench_inference(
         "model": name, "parameters": model.num_parameters(), "norm": sites[0].kind, "norms": len(sites),
         "d": sites[0].d, **circumstances(model.device), "seed": seed,
     }  # fmt: skip
-    is_text = "input_ids" in example_inputs(model)
-    generates = is_text and model.can_generate() and not model.config.is_encoder_decoder
     frames = []
     with _full_precision(model.device):
         for dtype in dtypes:
             typed = {key: in_dtype(base, dtype) for key, base in models.items()}
             ready = {variant: derived(variant, typed, sites) for variant in wanted}
-            for batch, length, phase, mode in itertools.product(batches, lengths if is_text else (0,), phases, modes):
+            for batch, length, phase, mode in itertools.product(batches, lengths, phases, modes):
                 if phase == "decode" and (mode != "eager" or not generates):
                     continue
-                inputs = _inputs(model, batch, length, phase)
-                case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
-                truth = _Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
-                raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
+                with _fitting(batch, length):
+                    inputs = _inputs(model, batch, length, phase)
+                    case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
+                    truth = _Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
+                    raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
                 announce(f"{name}: {', '.join(map(str, asdict(case).values()))}: {raw['round'].max() + 1} rounds")
                 frames.append(raw.assign(**about, **asdict(case)))
     if not frames:
-        raise ModelError(f"{name} has nothing to measure: it does not generate text, so that it cannot decode")
+        why = (
+            "decoding is measured in mode eager alone" if generates else "it does not generate text, and cannot decode"
+        )
+        raise ModelError(f"{name} has nothing to measure: {why}")
     return pd.concat(frames, ignore_index=True)
+
+
+def _fitting(batch: int, length: int) -> contextlib.AbstractContextManager[None]:
+    of = f" x {length} tokens" if length else ""
+    return memory_explained(f"a batch of {batch}{of}", "give a smaller --batch or --length")
 
 
 def _possible(name: str, models: Bases, sites: Sequence[NormSite], announce: Callable[[str], Any]) -> bool:
@@ -239,7 +289,8 @@ def _timed(
     dtype = models["original"].dtype
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     passes = {name: _Pass(model, inputs, case) for name, model in models.items()}
-    errors = {name: _error(forward.output(), truth) for name, forward in passes.items()}
+    with compiler_explained(type(models["original"]).__name__):
+        errors = {name: _error(forward.output(), truth) for name, forward in passes.items()}
     allowed = ROUNDING + 4 * errors["original"]
     for name in models:
         if VARIANTS[name].equal and not errors[name] <= allowed:

@@ -33,7 +33,10 @@ from normgeo.optimizing import optimize
 from normgeo.shallow import shallow_gauge
 from normgeo.sites import NormSite, find_sites
 
-__all__ = ["DTYPES", "SIZES", "VARIANTS", "Bases", "available", "bases", "build", "derived", "in_dtype", "main_sites"]
+__all__ = [
+    "DTYPES", "SIZES", "VARIANTS", "Bases", "available", "bases", "build", "check_variants", "derived", "in_dtype",
+    "main_sites",
+]  # fmt: skip
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -254,15 +257,25 @@ def available(model: PreTrainedModel, sites: Sequence[NormSite]) -> list[str]:
     return [name for name in VARIANTS if name not in without]
 
 
+def check_variants(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequence[str]) -> None:
+    """Refuse variants that there are not of a model.
+
+    Raises:
+        NormGeoError: there is no such variant of this model.
+    """
+    there = available(original, sites)
+    if unknown := [name for name in variants if name not in there]:
+        raise NormGeoError(f"no variant {', '.join(unknown)} of {type(original).__name__}; it has {', '.join(there)}")
+
+
 def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequence[str]) -> Bases:
     """The models whose weights these variants need, in the original's dtype; conversions are certified.
 
     Raises:
         NormGeoError: there is no such variant of this model, or a conversion failed.
     """
-    is_layernorm, there = sites[0].kind == "layernorm", available(original, sites)
-    if unknown := [name for name in variants if name not in there]:
-        raise NormGeoError(f"no variant {', '.join(unknown)} of {type(original).__name__}; it has {', '.join(there)}")
+    check_variants(original, sites, variants)
+    is_layernorm = sites[0].kind == "layernorm"
     wanted = {VARIANTS[name].base for name in variants} - {"original"}
     if not is_layernorm:
         return {"original": original} | {name: _with_own_norms(twin(original), sites) for name in wanted}

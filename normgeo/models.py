@@ -38,12 +38,14 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "max_context",
+    "memory_explained",
     "out_of_memory",
     "pick_device",
     "pick_dtype",
     "saved_elsewhere",
     "tokenizer_digest",
     "twin",
+    "usable_device",
     "weights_digest",
 ]
 
@@ -264,6 +266,36 @@ def pick_device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def usable_device(name: str) -> str:
+    """The torch device a name stands for, where numbers can be computed.
+
+    Raises:
+        ModelError: there is no such device here, or it holds no numbers, as `meta` does.
+    """
+    device = pick_device(name)
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(f"cannot use the device {device!r}: {why}; give one that this machine has, as cpu") from error
+    return device
+
+
+@contextmanager
+def memory_explained(what: str, hint: str) -> Iterator[None]:
+    """While inside, what does not fit into memory, or has more numbers than can be counted, is an error of one line.
+
+    Raises:
+        ModelError: something does not fit.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        if not (isinstance(error, MemoryError | OverflowError) or out_of_memory(error) or "verflow" in str(error)):
+            raise
+        raise ModelError(f"{what} does not fit into memory; {hint}") from error
 
 
 def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:

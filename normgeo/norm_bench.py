@@ -7,6 +7,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +18,9 @@ from torch.nn import functional
 
 from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
+from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
-from normgeo.timing import Stopwatch, circumstances, interleaved, recorded, synchronize
+from normgeo.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded, synchronize
 
 __all__ = ["NORMS", "SHAPES", "bench_norms", "norm_summary"]
 
@@ -32,13 +34,16 @@ NORMS = {
 }  # fmt: skip
 """What is timed, and how many times it has to pass over memory of the input's size: read once, written once, and with
 an addition two read and two written. Names in lower case are torch's own. The LayerNorm kernel, of the same style as
-RMSNorm's, tells what the norm saves from what the kernel does. Kernels are there where they compile, Liger's where it
-is installed."""
+RMSNorm's, tells what the norm saves from what the kernel does. Kernels are there where they compile, what torch.compile
+makes where it finds a compiler, Liger's where it is installed."""
 
 ENOUGH = 4e-3
 """Seconds of calls in a row that one timing takes: against the clock's own cost, and for a cache that others share."""
 
 EPS = 1e-5
+
+NARROWEST = 3
+"""Of zero mean and with a zero at the end, narrower inputs are nothing but zeros, whose LayerNorm is 0 / 0."""
 
 
 def bench_norms(
@@ -57,9 +62,9 @@ def bench_norms(
     CUDA device they are one graph.
 
     Args:
-        shapes: [batch, tokens, d].
+        shapes: [batch, tokens, d], d at least 3.
         dtypes: float32, bfloat16 or float16.
-        device: a torch device.
+        device: a torch device, or auto.
         rounds: how many timings of each at most.
         seconds: for all the rounds of one shape and dtype; at least three rounds are run.
         seed: of the inputs and of the order.
@@ -69,24 +74,42 @@ def bench_norms(
         `norm_summary` gives medians, ratios and bandwidths.
 
     Raises:
-        ModelError: there is no such dtype, or a norm gives wrong results.
+        ModelError: there is no such dtype or device, a shape is of no use or does not fit into memory, nothing is to be
+            measured, or a norm gives wrong results.
     """
     there = ("float32", "bfloat16", "float16")
     if unknown := [name for name in dtypes if name not in there]:
         raise ModelError(f"no dtype {', '.join(unknown)!r}; choose {', '.join(there)}")
-    where = torch.device(device)
+    if not dtypes or not shapes:
+        raise ModelError(f"received {len(shapes)} shapes and {len(dtypes)} dtypes; give one of each at least")
+    if wrong := [_name(shape) for shape in shapes if min(shape) < 1 or shape[-1] < NARROWEST]:
+        least = f"sizes of at least 1 and a width of at least {NARROWEST}"
+        raise ModelError(f"a shape has {least}: less has no LayerNorm to compare with; received {', '.join(wrong)}")
+    where = torch.device(usable_device(device))
+    for shape in shapes:
+        with _fitting(shape):
+            torch.empty(shape, dtype=torch.float64, device=where)  # what can never fit, before others are measured
     about = circumstances(where)
     frames = []
     with torch.inference_mode(), patch.object(norm_ops, "LAUNCH", 0):  # graphs launch their kernels for nothing
         for shape in shapes:
             for dtype in dtypes:
-                runs = _runs(shape, getattr(torch, dtype), where, seed)
-                rows = _timed(runs, where, rounds, seconds, seed)
+                with _fitting(shape):
+                    runs = _runs(shape, getattr(torch, dtype), where, seed)
+                    rows = _timed(runs, where, rounds, seconds, seed)
                 size = math.prod(shape) * getattr(torch, dtype).itemsize
                 frame = pd.DataFrame(rows, columns=["round", "norm", "seconds"])
                 frame["bytes"] = frame.norm.map(NORMS) * size
-                frames.append(frame.assign(shape="x".join(map(str, shape)), d=shape[-1], dtype=dtype, **about))
+                frames.append(frame.assign(shape=_name(shape), d=shape[-1], dtype=dtype, **about))
     return pd.concat(frames, ignore_index=True)
+
+
+def _name(shape: tuple[int, int, int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _fitting(shape: tuple[int, int, int]) -> AbstractContextManager[None]:
+    return memory_explained(f"the shape {_name(shape)}", "give smaller --shapes")
 
 
 def _runs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Callable]:
@@ -118,16 +141,20 @@ def _plain(x: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
     crms_padded, short = _norm(CRMSNorm, d, gamma, zero, padded=True), x[..., :-1].contiguous()
     torch.compiler.reset()
     compiled = torch.compile(rms, dynamic=False)
-    control = lambda: norm_ops.norm(x, gamma, beta, EPS, 0.0, "layernorm")  # noqa: E731
-    return ({"LayerNorm kernel": control} if norm_ops.takes(x) else {}) | {
+    runs: dict[str, Callable] = {
         "layer_norm": lambda: functional.layer_norm(x, (d,), gamma, beta, EPS),
         "layer_norm without affine": lambda: functional.layer_norm(x, (d,), eps=EPS),
         "rms_norm": lambda: functional.rms_norm(x, (d,), gamma, EPS) + beta,
         "RMSNorm": lambda: rms(x),
-        "RMSNorm compiled": lambda: compiled(x),
         "CRMSNorm padded": lambda: crms_padded(x),
         "CRMSNorm d - 1": lambda: crms(short),
     }
+    with suppress(ModelError), compiler_explained("RMSNorm"):
+        compiled(x)
+        runs["RMSNorm compiled"] = lambda: compiled(x)
+    if norm_ops.takes(x):
+        runs["LayerNorm kernel"] = lambda: norm_ops.norm(x, gamma, beta, EPS, 0.0, "layernorm")
+    return runs
 
 
 def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:

@@ -12,7 +12,6 @@ import datetime
 import errno
 import hashlib
 import json
-import os
 import platform
 import shutil
 import sys
@@ -32,6 +31,7 @@ from normgeo import figures
 from normgeo.angles import AngleTable, new_statistics, select_sites
 from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
+from normgeo.files import write_whole
 from normgeo.models import (
     EMBEDDED,
     load_model,
@@ -142,19 +142,6 @@ def _read(out: Path) -> dict[str, Any]:
         return json.loads((out / "run.json").read_text())
     except ValueError as error:
         raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
-    scratch = path.with_name(path.name + ".partial")
-    try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def save_record(out: Path, record: dict[str, Any]) -> None:

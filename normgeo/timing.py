@@ -6,6 +6,7 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 import transformers
 from torch import nn
 
+from normgeo.errors import ModelError
 from normgeo.memory import memory_kept
 
 __all__ = [
-    "Stopwatch", "circumstances", "device_name", "devices", "interleaved", "recorded", "synchronize",
+    "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved", "recorded",
+    "synchronize",
 ]  # fmt: skip
 
 LEAST = 3
@@ -57,6 +60,26 @@ def recorded(function: Callable[[], Any], device: torch.device) -> Callable[...,
         return result
 
     return replay
+
+
+@contextmanager
+def compiler_explained(what: str) -> Iterator[None]:
+    """While inside, what torch.compile cannot compile, most often for want of a compiler, is an error of one line.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException  # slow to import, and there where this is needed
+
+        if not isinstance(error, TorchDynamoException):
+            raise
+        why = str(error).splitlines()[0]
+        raise ModelError(
+            f"torch.compile cannot compile {what}: {why}; install a compiler, or leave out --compile"
+        ) from error
 
 
 def device_name(device: torch.device) -> str:

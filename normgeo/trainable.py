@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from normgeo.centering import recenter_sources, site_means
 from normgeo.converted import recenter_at
 from normgeo.gauge import Gauge
+from normgeo.models import saved_elsewhere
 from normgeo.probing import Place, float64_copy, untie
 
 __all__ = ["Centered", "bake", "parametrized", "unparametrized"]
@@ -69,6 +70,7 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(result.modules()):
         unparametrized(module)
     untie(result, always=True)
+    result.save_pretrained = saved_elsewhere  # pyright: ignore
     return result
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from normgeo.compressed_training import Reader
 from normgeo.errors import NormGeoError
+from normgeo.models import usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.progress import progress_bar
 from normgeo.recipe import Recipe
@@ -107,10 +108,11 @@ def bench_training(
         where. The form without norms is `layernorm` without `norms`. `breakdown` makes shares of them.
 
     Raises:
-        NormGeoError: fewer than one round.
+        NormGeoError: fewer than one round, or no such device.
     """
     if rounds < 1:
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    device = usable_device(device)
     ids = torch.randint(vocabulary, (recipe.batch, recipe.context), generator=torch.Generator().manual_seed(seed))
     steps = _variants(recipe, vocabulary, ids.to(device))
     measures = {" without ".join(name): step for name, step in steps.items()}

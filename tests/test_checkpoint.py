@@ -107,12 +107,11 @@ def test_nothing_loads_it_as_the_native_model_by_mistake(tmp_path):
 def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp_path):
     """A native model's files lack the structure of a converted one: logits would be 19% off, and nobody told."""
     conversion = convert(zoo.tiny("gpt2"), **options)
-    models = [conversion.model, copy.deepcopy(conversion.model)]
     if options.get("trainable"):
         conversion = dataclasses.replace(conversion, model=bake(conversion.model))
-        models.append(conversion.model)
-    else:
-        models += [optimize(copy.deepcopy(conversion.model)), pickle.loads(pickle.dumps(conversion.model))]
+    models = [conversion.model, copy.deepcopy(conversion.model), pickle.loads(pickle.dumps(conversion.model))]
+    if not options.get("trainable"):
+        models.append(optimize(copy.deepcopy(conversion.model)))
     save(conversion, tmp_path / "out")
     models.append(load_model(tmp_path / "out"))
     for model in models:
@@ -123,6 +122,19 @@ def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp
     with torch.no_grad():
         a, b = conversion.model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_in_training_is_saved_as_the_pre_ln_model_that_it_trains_as(tmp_path):
+    """By whatever trains it: checkpoints are written by save_pretrained."""
+    model = convert(zoo.tiny("gpt2"), trainable=True).model
+    inputs = example_inputs(model, 9)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.eval().save_pretrained(tmp_path)
+    with torch.no_grad():
+        a, b = model(**inputs).logits, AutoModelForCausalLM.from_pretrained(tmp_path)(**inputs).logits
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_transformers_saves_again_what_it_loaded(tmp_path):

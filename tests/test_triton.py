@@ -57,6 +57,25 @@ def test_values_and_gradients_are_those_of_float64(name, dtype, d, affine):
         close(found.grad, truth.grad, dtype)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 5), (3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+@pytest.mark.parametrize("kind", norm_ops.KINDS.values(), ids=norm_ops.KINDS)
+def test_of_nothing_they_are_nothing_and_gain_and_bias_have_gradients_of_zero(kind, affine, shape):
+    ops, d = norm_ops.on_cuda(), shape[-1]
+    x = drawn(shape, torch.float32).requires_grad_()
+    weight = torch.ones(d, dtype=torch.bfloat16, device=DEVICE, requires_grad=True) if affine != "none" else None
+    bias = torch.ones_like(weight).requires_grad_() if affine == "both" else None
+    z = ops.norm(x, weight, bias, 1e-6, 0.0, kind)
+    z.sum().backward()
+    assert z.shape == x.grad.shape == shape
+    for parameter in (p for p in (weight, bias) if p is not None):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+    with torch.no_grad():
+        found = torch.empty_like(x)
+        ops.add_norm_(x.clone(), x, found, weight, bias, 1e-6, 0.0, kind)
+        assert found.shape == ops.norm(x, weight, bias, 1e-6, 0.0, kind).shape == shape
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("stream", [None, torch.float32], ids=str)

@@ -119,8 +119,10 @@ def _launch(
     kind: int, *, save: bool = False,
 ) -> Tensor | None:  # fmt: skip
     d = x.shape[-1]
-    rows, plan = x.numel() // d, _plan(d)
+    rows, plan = _rows(x), _plan(d)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
+    if not rows:
+        return scale
     with _device(x):
         _forward[(_ceil(rows, plan["ROWS"]),)](
             x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
@@ -147,21 +149,27 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         dz, d = grads[0].contiguous(), x.shape[-1]
-        rows, plan, dx = x.numel() // d, _plan(d, kept=2), torch.empty_like(x)
+        rows, plan, dx = _rows(x), _plan(d, kept=2), torch.empty_like(x)
         blocks = _ceil(rows, plan["ROWS"])
-        steps = _ceil(blocks, _multiprocessors(x) * PROGRAMS)
-        programs = _ceil(blocks, steps)
+        steps = max(1, _ceil(blocks, _multiprocessors(x) * PROGRAMS))
+        programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
         partial = lambda wanted: torch.empty((programs, d), device=x.device) if wanted else None  # noqa: E731
         dweight, dbias = partial(weight is not None), partial(ctx.bias)
-        with _device(x):
-            _backward[(programs,)](
-                x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
-                KIND=ctx.kind, WEIGHT=weight is not None, BIAS=ctx.bias, **plan,
-            )  # fmt: skip
+        if programs:
+            with _device(x):
+                _backward[(programs,)](
+                    x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
+                    KIND=ctx.kind, WEIGHT=weight is not None, BIAS=ctx.bias, **plan,
+                )  # fmt: skip
         total = [
             None if p is None else p.sum(0).to(x.dtype if weight is None else weight.dtype) for p in (dweight, dbias)
         ]
         return dx, *total, None, None, None
+
+
+def _rows(x: Tensor) -> int:
+    """How many vectors there are to norm; those of width 0 have nothing in them to norm."""
+    return x.numel() // max(1, x.shape[-1])
 
 
 def _ceil(a: int, b: int) -> int:

@@ -1,0 +1,87 @@
+"""Files that are there whole or not at all, and can be written: known before what goes into them is measured."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normgeo.errors import RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["check_file", "check_folder", "write_table", "write_whole"]
+
+PARTIAL = ".partial"
+
+
+def check_file(out: Path | None) -> None:
+    """Refuse a file that could not be written, before anything is measured for it; None is no file.
+
+    Raises:
+        RunError: it is a directory, its directory is missing, or nothing can be written there.
+    """
+    if out is None:
+        return
+    try:
+        if out.exists() and not out.is_file():
+            raise RunError(f"cannot write a table to {out}, which is no file; give the name of one as --out")
+        if not out.parent.is_dir():
+            raise RunError(f"there is no directory {out.parent} to write {out.name} in; make it first")
+        _try(out.parent, out.name)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a directory that could not be written, before anything is measured for it; it need not be there yet.
+
+    Raises:
+        RunError: it, or what it would be made in, is no directory, or nothing can be written there.
+    """
+    try:
+        there = next(path for path in (out, *out.parents) if path.exists())
+        if not there.is_dir():
+            raise RunError(f"cannot write to {out}: {there} is no directory; give another --out")
+        _try(there)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _try(folder: Path, name: str = "normgeo") -> None:
+    """Write a file that is as long in its name as `write_whole`'s scratch: rights alone do not tell."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=name):
+        pass
+
+
+def _unwritable(out: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write {out}: {error.strerror}; give another --out")
+
+
+def write_table(frame: pd.DataFrame, out: Path | None) -> None:
+    """Write a table as parquet, whole or not at all; None is nowhere.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    if out is None:
+        return
+    try:
+        write_whole(out, frame.to_parquet(None, index=False))
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
+    scratch = path.with_name(path.name + PARTIAL)
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

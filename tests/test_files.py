@@ -1,0 +1,130 @@
+"""What cannot be written is found out before anything is measured for it; what is written is there whole."""
+
+import os
+import sys
+
+import pandas as pd
+import pytest
+
+from analyses import __main__ as analyses
+from analyses import efficiency
+from normgeo import bench, inference_bench, norm_bench, store_bench, training_bench
+from normgeo.errors import RunError
+from normgeo.files import check_file, check_folder, write_table, write_whole
+
+FRAME = pd.DataFrame({"a": [1, 2]})
+BENCHMARKS = {
+    ("stream",): (bench, "bench_stream"),
+    ("store",): (store_bench, "bench_store"),
+    ("train",): (training_bench, "bench_training"),
+    ("norms",): (norm_bench, "bench_norms"),
+    ("inference", "embedded-rmsnorm"): (inference_bench, "bench_inference"),
+}
+
+
+@pytest.fixture
+def places(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    return tmp_path
+
+
+WRONG = [
+    ("folder", "is no file; give the name of one"),
+    ("missing/raw.parquet", "there is no directory .*missing to write raw.parquet in; make it first"),
+    ("file/raw.parquet", "there is no directory .*file to write"),
+    ("n" * 250, "File name too long; give another --out"),
+    ("/proc/raw.parquet", "cannot write /proc/raw.parquet: .*; give another --out"),
+]
+
+
+@pytest.mark.parametrize(("out", "message"), WRONG)
+def test_a_file_that_cannot_be_written_is_refused(places, out, message):
+    if out.startswith("/proc") and not os.path.isdir("/proc"):
+        pytest.skip("needs a directory in which nobody can write")
+    with pytest.raises(RunError, match=message):
+        check_file(places / out)
+
+
+def test_looking_leaves_nothing_behind_and_changes_nothing(places):
+    check_file(None)
+    for out in ("new.parquet", "file", "n" * 247):
+        check_file(places / out)
+        write_whole(places / out, (places / "file").read_bytes())  # what is found writable is
+        assert (places / out).read_text() == "kept"
+    check_folder(places / "not" / "yet")
+    assert {path.name for path in places.iterdir()} == {"folder", "file", "new.parquet", "n" * 247}
+
+
+@pytest.mark.parametrize("words", BENCHMARKS, ids=lambda words: words[0])
+def test_every_benchmark_refuses_it_before_it_measures(words, normgeo, monkeypatch, tmp_path):
+    module, name = BENCHMARKS[words]
+    monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
+    status, out, err = normgeo("bench", *words, "--out", tmp_path)
+    assert (status, out) == (1, "")
+    assert err == f"error: cannot write a table to {tmp_path}, which is no file; give the name of one as --out"
+
+
+def test_a_table_is_printed_even_where_it_cannot_be_written_any_more(normgeo, monkeypatch, tmp_path):
+    """The directory was there when the measurement began."""
+
+    def gone(path, _):
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr("normgeo.files.write_whole", gone)
+    monkeypatch.setattr("torch.compile", lambda module, **_: module)
+    status, out, err = normgeo(
+        "bench", "norms", "--shapes", "1x2x16", "--dtype", "float32", "--rounds", 3, "--seconds", 0, "--out", "raw"
+    )
+    assert status == 1
+    assert "1x2x16, float32; 3 rounds" in out
+    assert err == "error: cannot write raw: No such file or directory; give another --out"
+
+
+def test_a_full_disk_leaves_the_table_that_was_there(tmp_path, full_disk):
+    out = tmp_path / "raw.parquet"
+    write_table(FRAME, out)
+    with full_disk(1), pytest.raises(RunError, match="No space left on device; give another --out"):
+        write_table(FRAME * 2, out)
+    pd.testing.assert_frame_equal(pd.read_parquet(out), FRAME)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# --- analyses ---------------------------------------------------------------------------------------------------------
+
+
+def analyse(monkeypatch, capsys, out):
+    monkeypatch.setattr(sys, "argv", ["analyses", "efficiency", "--out", str(out)])
+    status = analyses.main()
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_an_analysis_refuses_a_directory_that_is_a_file_before_it_computes(places, out, monkeypatch, capsys):
+    monkeypatch.setattr(efficiency, "compute", lambda run=None: pytest.fail("computed"))
+    status, printed, err = analyse(monkeypatch, capsys, places / out)
+    assert (status, printed) == (1, "")
+    assert err == f"error: cannot write to {places / out}: {places / 'file'} is no directory; give another --out\n"
+
+
+@pytest.mark.parametrize("part", ["plot", "markdown"])
+def test_an_analysis_writes_all_its_files_or_none(part, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    status, *_ = analyse(monkeypatch, capsys, out)
+    assert status == 0
+    suffixes = (".md", ".parquet", ".png", ".svg")
+    assert sorted(path.name for path in out.iterdir()) == [f"efficiency{suffix}" for suffix in suffixes]
+    for path in out.iterdir():
+        path.write_text("the last one's")
+
+    def full(frame):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(efficiency, part, full)
+    status, printed, err = analyse(monkeypatch, capsys, out)
+    assert status == 1
+    assert err == f"error: cannot write {out / 'efficiency'}.*: No space left on device; give another --out\n"
+    assert "rows;" not in printed
+    assert "vit-small" in printed  # what was computed is told all the same
+    assert {path.read_text() for path in out.iterdir()} == {"the last one's"}
+    assert len(list(out.iterdir())) == len(suffixes)
