@@ -5,9 +5,10 @@ the dtype of their input; half precision is computed in float32, float64 in floa
 
 Which way a norm is computed does not change what it is. For inference there are kernels that read their input once
 (`normgeo.kernels`); under autograd, in float64 and while `torch.compile` traces, the plain arithmetic below is used,
-which a compiler fuses better than it could a kernel of ours. Without a kernel, a norm whose input is known to have
-zero mean, as that of every converted model, calls torch's LayerNorm, which then is the same function and is faster
-than RMSNorm in torch.
+which a compiler fuses better than it could a kernel of ours. Without a kernel, a norm on a CPU whose input should have
+zero mean, as that of every converted model, calls torch's LayerNorm, which is faster than RMSNorm in torch, and the
+same function where the means that it gives too are rounding: after training, or where something is added to a stream,
+they are not, and the plain arithmetic is used.
 
 This module needs torch alone: a converted model's checkpoint carries a copy of it, which finds the kernels where the
 package is installed.
@@ -28,6 +29,9 @@ except ImportError:  # a checkpoint's own copy of this module, where the package
 __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
+is_tracing = torch.jit.is_tracing  # pyright: ignore
+ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Means of a vector, over its spread, that are no more than its numbers' rounding leaves."""
 
 
 class _Norm(nn.Module):
@@ -38,7 +42,7 @@ class _Norm(nn.Module):
         eps: what is added to the mean square.
         affine: whether there is a gamma; `bias`: whether there is a beta too.
         offset: gamma is `weight + offset`: 1 for the (1 + w) gains of some models.
-        centered: what comes in is known to have zero mean.
+        centered: what comes in should have zero mean, which makes it worth a look.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -89,12 +93,18 @@ class _Norm(nn.Module):
         return self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same in torch's own arithmetic, for every device and dtype."""
+        """The same in torch's own arithmetic, for every device and dtype.
+
+        Raises:
+            ValueError: the input is of another width.
+        """
+        if not is_tracing() and x.shape[-1:] != (self.d,):
+            raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         z = self.standardized(wide)
         if self.weight is not None:
-            z = z * (self.weight + self.offset if self.offset else self.weight)
+            z = z * (self.weight.to(z.dtype) + self.offset if self.offset else self.weight)
         if self.bias is not None:
             z = z + self.bias
         return z.to(x.dtype)
@@ -118,22 +128,40 @@ class RMSNorm(_Norm):
     kernel = "rmsnorm"
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same in torch's own arithmetic; of a zero-mean input without gradients, torch's LayerNorm."""
-        if not self.centered or x.dtype is torch.float64 or is_grad_enabled() or is_compiling():
+        """The same in torch's own arithmetic: without gradients by torch's kernel where it has one."""
+        if x.dtype not in ROUNDING or is_grad_enabled() or is_compiling() or is_tracing():
+            return super().plain(x)
+        if x.shape[-1:] != (self.d,) or (x.is_cpu and not self.centered):
             return super().plain(x)
         of = self._parameters
         weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
         elif self.offset:
-            weight = weight + self.offset
+            weight = weight.float() + self.offset
         if weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
             return super().plain(x)
-        return torch.layer_norm(x, (self.d,), weight, bias, self.eps)
+        if x.is_cpu:
+            z = _by_layer_norm(x, weight, bias, self.eps)
+            return super().plain(x) if z is None else z
+        z = torch.rms_norm(x, (self.d,), weight, self.eps)
+        return (z if bias is None else z + bias).to(x.dtype)  # under autocast torch's gives float32
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input [..., d], before scale-and-shift."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor | None:
+    """RMSNorm of zero-mean vectors x [..., d] by torch's LayerNorm; None where the means are more than rounding."""
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return None
+    z, mean, scale = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    try:
+        zero = not x.numel() or mean.mul_(scale).abs_().max().item() <= ROUNDING[x.dtype]
+    except RuntimeError:  # there are no numbers to look at: it is transformed, or a fake
+        return None
+    return z.to(x.dtype) if zero else None
 
 
 class CRMSNorm(_Norm):

@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypa
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{cache}:{os.environ['PATH']}")
     monkeypatch.delenv("CXX", raising=False)
-    assert fails() == f"{broken} failed: no such thing"
+    assert fails() == f"{broken} failed (no such thing); the environment's CXX names another compiler"
     assert shared_objects(cache) == []
 
 

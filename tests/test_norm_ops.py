@@ -293,21 +293,6 @@ def test_wrong_arguments_are_refused_by_the_operator_itself():
             torch.ops.normgeo.add_norm_(x, x.clone(), out, None, None, 1e-5, 0.0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("affine", [True, False])
-@torch.no_grad()
-def test_without_kernels_a_centered_rmsnorm_is_the_same(dtype, affine, monkeypatch):
-    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
-    x = drawn((5, 40), torch.float32)
-    x = (x - x.mean(-1, keepdim=True)).to(dtype)
-    norm = random_norm(RMSNorm, 40, 1e-5, dtype, bias=affine, affine=affine)
-    plain = norm(x)
-    norm.centered = True
-    assert not torch.equal(norm(x + 1), plain)  # LayerNorm is at work, and of other inputs it is another function
-    tolerance = 4 * ROUNDING[dtype]
-    torch.testing.assert_close(norm(x), plain, rtol=tolerance, atol=tolerance)
-
-
 def test_converted_norms_know_that_they_are_centered_and_naive_ones_do_not(tiny):
     for to, centered in (("rmsnorm", True), ("naive-rmsnorm", False)):
         model = convert(tiny("gpt2"), to=to).model

@@ -41,13 +41,17 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     key = "\0".join([*texts, *FLAGS, *flags, _run(compiler, "--version"), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
+    if path.exists():
+        return path
+    try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # others may be building the same: each builds its own file, and the last to finish puts its in place
         with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
             fresh = Path(scratch) / path.name
             _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
             fresh.replace(path)
+    except OSError as error:
+        raise OSError(f"nothing can be built in {folder} ({error}); XDG_CACHE_HOME names another cache") from error
     return path
 
 
@@ -66,7 +70,8 @@ def _run(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
     except subprocess.CalledProcessError as error:
         line = (error.stderr or "").strip().splitlines()
-        raise RuntimeError(f"{command[0]} failed: {line[0] if line else error.returncode}") from error
+        why = line[0] if line else error.returncode
+        raise RuntimeError(f"{command[0]} failed ({why}); the environment's CXX names another compiler") from error
     except subprocess.SubprocessError as error:
         raise RuntimeError(str(error)) from error
 

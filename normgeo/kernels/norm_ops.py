@@ -43,7 +43,7 @@ KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PLAIN = frozenset({Tensor, nn.Parameter})  # whose memory is theirs; in subclasses it may be anywhere
 WIDEST = 16384  # numbers a row, on CUDA
-LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than it saves over one of torch's (an estimate)
+LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than torch's one, or two (an estimate)
 
 
 class Operators(NamedTuple):
@@ -87,12 +87,19 @@ def _load() -> Operators:
         with ThreadPoolExecutor(1) as other:  # each takes a while to be built
             directly = other.submit(_directly, flags)
             path = compiled(SOURCE, flags)
-        torch.ops.load_library(path)
+        _load_library(path)
         torch.library.register_fake("normgeo::norm", _like_first)
         torch.library.register_fake("normgeo::add_norm_", _nothing)
         return directly.result() or _checked(by_operators(str(path)))
     except (OSError, RuntimeError) as error:
         return NONE._replace(reason=str(error))
+
+
+def _load_library(path: Path) -> None:
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be loaded, and is built again once it is deleted ({error})") from error
 
 
 def _directly(flags: tuple[str, ...]) -> Operators | None:
