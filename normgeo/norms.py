@@ -16,6 +16,7 @@ package is installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,15 +103,30 @@ class _Norm(nn.Module):
             raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        z = self.standardized(wide)
+        z, free = self.standardized(wide), not (is_grad_enabled() or is_compiling())  # its memory, to write over
         if self.weight is not None:
-            z = z * (self.weight.to(z.dtype) + self.offset if self.offset else self.weight)
+            z = _with(z, self.weight.to(z.dtype) + self.offset if self.offset else self.weight, torch.mul, free)
         if self.bias is not None:
-            z = z + self.bias
+            z = _with(z, self.bias, torch.add, free)
         return z.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.d}, eps={self.eps}, affine={self.weight is not None}, bias={self.bias is not None}"
+
+
+def _with(z: Tensor, gain: Tensor, do: Callable[..., Tensor], free: bool) -> Tensor:
+    """What `do` gives, written over z where that is possible: not where only the gain is of many models at once."""
+    try:
+        return do(z, gain, out=z) if free else do(z, gain)
+    except RuntimeError:
+        return do(z, gain)
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    """|x|^2 [..., 1]: without gradients in one pass."""
+    if is_grad_enabled() or is_compiling() or x.dtype is torch.float64:
+        return x.pow(2).sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
 class LayerNorm(_Norm):
@@ -149,7 +165,7 @@ class RMSNorm(_Norm):
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input [..., d], before scale-and-shift."""
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * torch.rsqrt(_squared_norm(x) / x.shape[-1] + self.eps)
 
 
 def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor | None:
@@ -194,7 +210,7 @@ class CRMSNorm(_Norm):
 
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""
-        square = x.pow(2).sum(-1, keepdim=True) + x.sum(-1, keepdim=True).pow(2)
+        square = _squared_norm(x) + x.sum(-1, keepdim=True).pow(2)
         y = x * torch.rsqrt(square / (x.shape[-1] + (not self.padded)) + self.eps)
         if not self.expand:
             return y

@@ -9,7 +9,7 @@ from test_norms import random_norm
 
 from normgeo import convert
 from normgeo.kernels import norm_ops
-from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,3 +77,25 @@ def test_a_gain_of_fewer_digits_is_added_to_its_offset_in_the_inputs():
         norm.weight.copy_(torch.linspace(1e-6, 1e-3, 6))
     exact = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (1 + norm.weight.double())
     torch.testing.assert_close(norm(x), exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{"bias": True}, {"affine": False}, {"offset": 1.0}], ids=str)
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm, CRMSNorm])
+def test_without_kernels_and_gradients_it_is_the_same(cls, options, dtype, monkeypatch):
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+    x, norm = 3 * drawn((5, 40), dtype) + 1, random_norm(cls, 40, 1e-5, dtype, **options)
+    exact = copy.deepcopy(norm).double()(x.double())
+    with torch.no_grad():
+        found, again = norm(x), norm(x)
+    assert found.dtype is dtype
+    assert torch.equal(found, again)  # nothing was written over that is somebody else's
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    if norm.weight is not None:
+        many = {name: torch.stack([p, 2 * p]).detach() for name, p in norm.named_parameters()}
+        with torch.no_grad():
+            both = torch.func.vmap(lambda gains: torch.func.functional_call(norm, gains, x))(many)
+            for gains, z in zip(({n: p[i] for n, p in many.items()} for i in (0, 1)), both, strict=True):
+                alone = torch.func.functional_call(norm, gains, x)
+                torch.testing.assert_close(z, alone, rtol=tolerance, atol=tolerance)
