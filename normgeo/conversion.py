@@ -171,7 +171,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
     dtypes = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
-    sites = [site for site in find_sites(exact) if site.name in recipe["norms"]]
+    sites = [site for site in find_sites(exact, example_inputs(exact)) if site.name in recipe["norms"]]
     counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
     certificate = certify(
         float64_copy(model), exact, model, result, certificate_inputs(model),

@@ -48,13 +48,16 @@ def several_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     return [example_inputs(model, time, seed=time) for time in dict.fromkeys(min(time, longest) for time in TIMES)]
 
 
-def example_inputs(model: PreTrainedModel, time: int | None = None, seed: int = 0) -> dict[str, Tensor]:
+def example_inputs(
+    model: PreTrainedModel, time: int | None = None, seed: int = 0, *, cross: bool = True
+) -> dict[str, Tensor]:
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
 
     Of 7 tokens, unless said, or of fewer where the model has positions for fewer.
 
-    Made are the main input, everything else that the forward pass requires, and the other modality of a model that
-    reads text and images side by side. A model that puts images between its tokens is given text alone.
+    Made are the main input, everything else that the forward pass requires, the other modality of a model that reads
+    text and images side by side, and, unless `cross` is off, an encoder's hidden states for a decoder alone that has
+    cross-attention to them. A model that puts images between its tokens is given text alone.
 
     Raises:
         ModelError: the model requires an input of a kind this function cannot make.
@@ -69,6 +72,8 @@ def example_inputs(model: PreTrainedModel, time: int | None = None, seed: int = 
     names += [n for n in WITH.get(names[0] if names else "", ()) if n in taken]
     if config.is_encoder_decoder and "decoder_input_ids" in taken:
         names.append("decoder_input_ids")
+    if cross and getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in taken:
+        names.append("encoder_hidden_states")  # without it a part of the model does not run
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: _example(name, model, time, generator) for name in dict.fromkeys(names)}
     return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
@@ -95,6 +100,7 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
         "inputs_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
         "query_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
         "attention_mask": lambda: torch.ones(2, time, dtype=torch.long),
+        "encoder_hidden_states": lambda: noise(2, time, _encoder_width(config)),
         "bbox": lambda: torch.randint(0, 100, (2, time, 4), generator=generator).sort(-1).values,
         "pixel_values": lambda: noise(*_pixels_shape(name, model)),
         "pixel_values_videos": lambda: noise(*_pixels_shape(name, model)),
@@ -119,6 +125,10 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
     if name not in simple:
         raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
     return simple[name]()
+
+
+def _encoder_width(config: PretrainedConfig) -> int:
+    return getattr(config, "cross_attention_hidden_size", None) or config.get_text_config().hidden_size
 
 
 def _series_channels(config: PretrainedConfig) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     Raises:
         ModelError: no input could be made, the forward pass failed, there is no norm, or a device map offloaded one.
     """
-    inputs = example_inputs(model) if inputs is None else inputs
+    inputs = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
     trace = _traced(model, inputs)
     modules = dict(model.named_modules())
     verdicts: dict[str, _Behaviour | None] = {}

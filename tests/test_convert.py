@@ -11,7 +11,17 @@ from torch import nn
 from zoo import CONFIGS, tiny
 
 from normgeo import conversion as module
-from normgeo import convert, find_sites, load_model, load_tokenizer, load_tokens, training
+from normgeo import (
+    convert,
+    decompress,
+    find_sites,
+    load_model,
+    load_tokenizer,
+    load_tokens,
+    measure_angles,
+    optimize,
+    training,
+)
 from normgeo.certify import certificate_inputs, certify
 from normgeo.errors import ConversionError, ModelError
 from normgeo.gauge import Reader, Shift, center, find_gauge
@@ -62,6 +72,21 @@ def test_float64_conversions_are_equal_to_rounding(name):
     conversion = convert(model)
     assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < 1e-14
     assert conversion.certificate.error_rel < 1e-14
+
+
+def test_a_decoder_with_cross_attention_is_equal_when_it_is_given_an_encoders_states():
+    model = tiny("gpt2", add_cross_attention=True).double()
+    inputs = {"input_ids": torch.arange(3, 15).view(2, 6), "encoder_hidden_states": torch.randn(2, 5, 32).double()}
+    conversion = convert(model)
+    assert len(conversion.replaced) == 7  # three in each of two layers
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        assert worst_error(model, conversion.model, given) < 1e-13
+    assert worst_error(model, optimize(conversion.model), inputs) < 1e-13
+    compressed = convert(model, to="crmsnorm").model
+    for found in (compressed, decompress(compressed).model):
+        assert worst_error(model, found, inputs) < 1e-13
+    ids = np.arange(3, 67).reshape(4, 16)
+    assert len(measure_angles(model, ids, null=4, progress=False).frame.site.unique()) == 5  # of text
 
 
 @pytest.mark.parametrize("name", RMS)
