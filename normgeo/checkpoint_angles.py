@@ -22,7 +22,7 @@ import pandas as pd
 from normgeo import figures, training_figures
 from normgeo.angles import measure_angles
 from normgeo.errors import ModelError, RunError
-from normgeo.models import load_model, load_tokenizer, max_context, pick_device, pick_dtype
+from normgeo.models import load_model, load_tokenizer, max_context, pick_dtype, usable_device
 from normgeo.runs import RunConfig, safe_name
 from normgeo.tokens import load_tokens
 from normgeo.training_state import whole_directory, write_json
@@ -154,7 +154,7 @@ def measure_checkpoints(
 
 
 def _measured(point: Checkpoint, config: RunConfig, progress: bool) -> pd.DataFrame:
-    device = pick_device(config.device)
+    device = usable_device(config.device)
     model = load_model(
         point.path, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,

@@ -301,15 +301,16 @@ def compare(
 
 
 def main() -> None:
-    """Run the command line: an error that normgeo raises on purpose is one line, and the exit status is 1."""
+    """Run the command line: an error that normgeo raises on purpose, or the system, is one line, and the status 1."""
     from normgeo import cli_train  # noqa: F401  (its commands register themselves)
 
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:
         app()
-    except NormGeoError as error:
+    except (NormGeoError, OSError) as error:
         if debug:
             raise
-        Console(stderr=True).print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        line = str(error) if isinstance(error, NormGeoError) else f"{error}; --debug shows where"
+        Console(stderr=True).print(f"[red]error[/]: {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -29,7 +29,7 @@ from normgeo.angles import measure_angles
 from normgeo.conversion import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_device, pick_dtype, weights_digest
+from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
 from normgeo.progress import progress_bar
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward
@@ -270,7 +270,7 @@ def compare_run(
         context: tokens that a model sees together; None is up to 1024.
         batch: contexts that go through a model together.
         naive: add `a` with its LayerNorms swapped for RMSNorms and nothing recentered.
-        device: what `pick_device` takes.
+        device: what `usable_device` takes.
         dtype: what `pick_dtype` takes.
         null: random directions in the null ensemble.
         rounds: how often every model is timed; 0 for never.
@@ -289,7 +289,7 @@ def compare_run(
                                ("rounds", rounds, 0)):  # fmt: skip
         if value is not None and value < least:
             raise NormGeoError(f"--{name} must be at least {least}, received {value}")
-    device = pick_device(device)
+    device = usable_device(device)
     options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
     models = {
         label: load_model(name, device=device, **options) for label, name in zip(_labels(a, b), (a, b), strict=True)

@@ -40,7 +40,6 @@ __all__ = [
     "max_context",
     "memory_explained",
     "out_of_memory",
-    "pick_device",
     "pick_dtype",
     "saved_elsewhere",
     "tokenizer_digest",
@@ -261,20 +260,14 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
 
 
-def pick_device(name: str) -> str:
-    """The torch device a name stands for; `auto` is CUDA, else MPS, else the CPU."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
 def usable_device(name: str) -> str:
-    """The torch device a name stands for, where numbers can be computed.
+    """The torch device a name stands for, where numbers can be computed; `auto` is CUDA, else MPS, else the CPU.
 
     Raises:
         ModelError: there is no such device here, or it holds no numbers, as `meta` does.
     """
-    device = pick_device(name)
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = best if name == "auto" else name
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:

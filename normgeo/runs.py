@@ -37,9 +37,9 @@ from normgeo.models import (
     load_model,
     load_tokenizer,
     max_context,
-    pick_device,
     pick_dtype,
     tokenizer_digest,
+    usable_device,
     weights_digest,
 )
 from normgeo.progress import progress_bar
@@ -264,7 +264,7 @@ class Job:
 
 
 def prepare(config: RunConfig, name: str) -> Job:
-    device = pick_device(config.device)
+    device = usable_device(config.device)
     trust = config.trust_remote_code
     model = load_model(
         name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,

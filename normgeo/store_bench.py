@@ -21,6 +21,7 @@ import torch
 
 from normgeo.angles import new_statistics
 from normgeo.capture import CaptureConfig, start_capture
+from normgeo.files import check_folder
 from normgeo.geometry import Directions
 from normgeo.memory import memory_kept
 from normgeo.runs import Job, RunConfig, prepare
@@ -93,6 +94,7 @@ def bench_store(
     Raises:
         NormGeoError: whatever is wrong with the model or the data.
     """
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)

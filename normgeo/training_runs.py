@@ -24,6 +24,7 @@ import transformers
 
 from normgeo.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.files import check_folder
 from normgeo.models import load_tokenizer
 from normgeo.recipe import NORMS, Recipe, described
 from normgeo.tokens import SAMPLE, load_tokens, read_documents
@@ -91,6 +92,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     if taken:
         hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
         raise RunError(f"{out} exists already; {hint}give another --out")
+    check_folder(out)
     tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, None)
     record = {
         "config": asdict(config), "recipe": described(recipe), "vocabulary": vocabulary,

@@ -53,7 +53,8 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         (["gpt2", "--data", "ids.npy", "--keep", "all"], "--keep takes scalars or none"),
         (["gpt2", "--data", "ids.npy", "--sites", "nothing"], "no site matches 'nothing'"),
         (["gpt2", "--data", "ids.npy", "--out", "gpt2"], "exists and is no run"),
-        (["gpt2", "--data", "ids.npy", "--device", "cuda:99"], "cuda:99"),
+        (["gpt2", "--data", "ids.npy", "--device", "cuda:99"], "cannot use the device 'cuda:99'"),
+        (["gpt2", "--data", "ids.npy", "--device", "meta"], "cannot use the device 'meta'"),
         (["--resume", "gpt2"], "nothing to resume"),
         (["embedded-layernorm", "--data", "empty.txt"], "has no text in it"),
         (["embedded-layernorm", "--data", "odd.jsonl"], "line 2"),
@@ -86,6 +87,23 @@ def test_each_mistake_is_one_clear_line(normgeo, tmp_path, words, says):
     assert says in err
     assert "Traceback" not in err
     assert {p for p in tmp_path.rglob("*") if "pickled" not in p.parts} - {tmp_path / "runs"} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("bench", "store", "--folder", "afile"), "afile is no directory"),
+        (("train", "--data", "sample", "--out", "afile/x"), "afile is no directory"),
+        (("compare", "embedded-layernorm", "embedded-rmsnorm", "--device", "meta"), "cannot use the device 'meta'"),
+        (("angles", "embedded-layernorm", "--out", "a" * 300), "File name too long"),
+    ],
+)
+def test_places_and_devices_that_are_none_are_one_line(normgeo, tmp_path, words, says):
+    (tmp_path / "afile").write_text("")
+    status, _, err = normgeo(*words)
+    assert status == 1
+    assert says in err
+    assert "Traceback" not in err
 
 
 def test_debug_shows_the_traceback(normgeo):
