@@ -34,6 +34,7 @@ is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at ever
 
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
 CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
+GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
@@ -57,6 +58,7 @@ class _Stream:
 
     Attributes:
         inside: the modules that give hidden states which the mode overwrites.
+        hooks: theirs, which are asked for at every pass.
         running: whether a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
@@ -68,6 +70,7 @@ class _Stream:
 
     def __init__(self, inside: list[nn.Module]) -> None:
         self.inside = inside
+        self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.mode: Literal["watch", "exact", "fast"] = "watch"
         self.narrow = False
         self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
@@ -156,7 +159,7 @@ def _allowed(hook: Any) -> bool:
 
 def _hooked(modules: Iterable[nn.Module]) -> str | None:
     """The name of the first of these that somebody else's hooks are on."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if any(GLOBAL):
         return "every module"
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -183,7 +186,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
             raise ConversionError(NO_GRAD)
-        if (name := _hooked(stream.inside)) is not None:
+        if (any(stream.hooks) or any(GLOBAL)) and (name := _hooked(stream.inside)) is not None:
             raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
         stream.reset(*args, *kwargs.values(), running=True)
         try:
