@@ -63,8 +63,9 @@ class AngleTable:
     def load(cls, folder: str | Path) -> AngleTable:
         """Read what `save` wrote."""
         folder = Path(folder)
-        if not (folder / "angles.parquet").is_file():
-            raise DataError(f"{folder} holds no angles.parquet; give the directory of a finished run")
+        for name in ("angles.parquet", "sinks.parquet"):
+            if not (folder / name).is_file():
+                raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
         return cls(pd.read_parquet(folder / "angles.parquet"), pd.read_parquet(folder / "sinks.parquet"))
 
     @classmethod
@@ -209,20 +210,21 @@ def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[
 
 
 def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
-    """The sites whose dotted name matches a pattern (`*ln_1`, `model.layers.1?.*`) or whose role is it.
+    """The sites whose dotted name matches one of these patterns (`*ln_1`, `model.layers.1?.*`) or whose role is it.
 
     Raises:
-        DataError: no site matches.
+        DataError: no site matches one of the patterns.
     """
     if pattern is None:
         return list(sites)
     wanted = [p.strip() for p in pattern.split(",")]
-    chosen = [s for s in sites if any(s.role == p or fnmatch.fnmatch(s.name, p) for p in wanted)]
-    if not chosen:
+    matching = {p: [s for s in sites if s.role == p or fnmatch.fnmatch(s.name, p)] for p in wanted}
+    if absent := [p for p, found in matching.items() if not found]:
         raise DataError(
-            f"no site matches {pattern!r}; roles are {sorted({s.role for s in sites})}, names are like {sites[0].name}"
+            f"no site matches {absent[0]!r}; roles are {sorted({s.role for s in sites})}, names are like "
+            f"{sites[0].name}"
         )
-    return chosen
+    return [s for s in sites if any(s in found for found in matching.values())]
 
 
 def new_statistics(
@@ -234,7 +236,16 @@ def new_statistics(
     null_every: int,
     bos: int | None,
 ) -> AngleStatistics:
-    """Empty statistics for these sites of a model, with the directions of a seed."""
+    """Empty statistics for these sites of a model, with the directions of a seed.
+
+    Raises:
+        DataError: there are no sites, or a number is too small.
+    """
+    if not sites:
+        raise DataError("there are no sites to measure at")
+    for name, value, least in (("null", null, 0), ("null_every", null_every, 1), ("seed", seed, 0)):
+        if value < least:
+            raise DataError(f"{name} must be at least {least}, received {value}")
     directions = {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
     return AngleStatistics(sites, directions, device=model.device, bos=bos, null_every=null_every)
 

@@ -286,7 +286,7 @@ def compare_run(
     """
     _check_writable(out)
     for name, value, least in (("tokens", n_tokens, 1), ("context", context, 1), ("batch", batch, 1), ("null", null, 0),
-                               ("rounds", rounds, 0)):  # fmt: skip
+                               ("rounds", rounds, 0), ("seed", seed, 0)):  # fmt: skip
         if value is not None and value < least:
             raise NormGeoError(f"--{name} must be at least {least}, received {value}")
     device = usable_device(device)

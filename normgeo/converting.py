@@ -18,8 +18,9 @@ from normgeo.checkpoint import native_class, new_directory, save
 from normgeo.conversion import Conversion, convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
-from normgeo.models import EMBEDDED, explained, load_model, load_tokenizer, max_context
+from normgeo.models import EMBEDDED, explained, load_model, load_tokenizer, max_context, pick_dtype, usable_device
 from normgeo.sharded import convert_sharded
+from normgeo.stream import check_context
 from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]
@@ -86,10 +87,16 @@ def convert_checkpoint(
         announce(f"{name}: shard by shard, certified on its first layers")
         return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model = load_model(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device, **where)
+    device = usable_device(device or "cpu")
+    model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     extras = _extras(name, model, where)
     if to == "rmsnorm" and is_compressed(model):
+        if data is not None or keep_tie or fold_affine or padded:
+            raise ConversionError(
+                f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --fold, "
+                "--keep-tie and --padded"
+            )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
         return conversion, save(conversion, out, extras=extras)
@@ -142,7 +149,10 @@ def text_batches(
         return []
     if not takes_ids:
         raise DataError(f"{type(model).__name__} takes {model.main_input_name}, not text; leave --data out")
+    if context is not None and context < 2:
+        raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)
+    check_context(model, length)
     tokens = load_tokens(data or "sample", tokenizer, length)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
     batches = []

@@ -257,7 +257,11 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         AttributeError,
     ):  # what a missing tokenizer raises, by kind
         return None
-    return tokenizer if tokenizer is not None and tokenizer.vocab_size else None
+    if tokenizer is None:
+        return None
+    # where a checkpoint has no vocabulary transformers makes one up, of special tokens alone
+    made_up = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return tokenizer if tokenizer.vocab_size > len(made_up) else None
 
 
 def usable_device(name: str) -> str:

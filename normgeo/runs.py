@@ -79,7 +79,8 @@ class RunConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1)):
+        least_of = (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1), ("seed", 0))
+        for name, least in least_of:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
@@ -139,9 +140,12 @@ def resume_run(out: Path, **options: Any) -> AngleTable:
 
 def _read(out: Path) -> dict[str, Any]:
     try:
-        return json.loads((out / "run.json").read_text())
+        record = json.loads((out / "run.json").read_text())
     except ValueError as error:
         raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
+    if not isinstance(record, dict) or not {"status", "config"} <= record.keys():
+        raise RunError(f"{out / 'run.json'} is no record of a run; give another directory")
+    return record
 
 
 def save_record(out: Path, record: dict[str, Any]) -> None:
@@ -301,7 +305,7 @@ def prepare(config: RunConfig, name: str) -> Job:
         "sites": [asdict(site) for site in sites],
     }
     at_once = config.batch * tokens.context
-    block = max(1, round(BLOCK_TOKENS / at_once)) * at_once
+    block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
     label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
     return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
 

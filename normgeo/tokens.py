@@ -86,7 +86,8 @@ class TokenStream:
         [[5, 6], [7], [8, 9], [10]]
         """
         rows = np.atleast_2d(np.asarray(ids))
-        if rows.ndim != 2 or rows.size == 0 or rows.dtype.kind not in "iu" or rows.min() < 0:
+        whole = rows.ndim == 2 and rows.size and rows.dtype.kind in "iu"
+        if not whole or rows.astype(np.int64).min() < 0:  # of unsigned ids the largest are negative too
             raise DataError(
                 f"{source}: token ids must be a non-empty [sequences, time] array of integers >= 0; received "
                 f"shape {rows.shape}, dtype {rows.dtype}"

@@ -50,6 +50,10 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         (["gpt2", "--data", "beyond.npy"], "beyond the model's vocabulary of 96"),
         (["gpt2", "--data", "ids.npy", "--dtype", "int8"], "no dtype 'int8'"),
         (["gpt2", "--data", "ids.npy", "--tokens", "0"], "--tokens must be at least 1"),
+        (["gpt2", "--data", "ids.npy", "--seed", "-1"], "--seed must be at least 0, received -1"),
+        (["gpt2", "--data", "ids.npy", "--sites", "mlp,nothing"], "no site matches 'nothing'"),
+        (["gpt2", "--data", "unsigned.npy"], "integers >= 0; received shape (2, 8), dtype uint64"),
+        (["gpt_neox", "--data", "sample"], "this model has no tokenizer"),
         (["gpt2", "--data", "ids.npy", "--keep", "all"], "--keep takes scalars or none"),
         (["gpt2", "--data", "ids.npy", "--sites", "nothing"], "no site matches 'nothing'"),
         (["gpt2", "--data", "ids.npy", "--out", "gpt2"], "exists and is no run"),
@@ -73,8 +77,9 @@ def test_each_mistake_is_one_clear_line(normgeo, tmp_path, words, says):
         model.save_pretrained("gpt2")
         model.config.save_pretrained("pickled")
         torch.save(model.state_dict(), "pickled/pytorch_model.bin")
-    if "vit" in words:
-        saved("vit")
+    for name in {"vit", "gpt_neox"} & set(words):
+        saved(name)
+    np.save("unsigned.npy", np.full((2, 8), 2**63 + 5, np.uint64))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("  \n ")
     (tmp_path / "odd.csv").write_text("text\nhello")
@@ -96,14 +101,29 @@ def test_each_mistake_is_one_clear_line(normgeo, tmp_path, words, says):
         (("train", "--data", "sample", "--out", "afile/x"), "afile is no directory"),
         (("compare", "embedded-layernorm", "embedded-rmsnorm", "--device", "meta"), "cannot use the device 'meta'"),
         (("angles", "embedded-layernorm", "--out", "a" * 300), "File name too long"),
+        (("compare", "embedded-layernorm", "embedded-rmsnorm", "--seed", -1), "--seed must be at least 0"),
+        (("convert", "embedded-layernorm", "c", "--context", 100_000), "give --context 256"),
+        (("convert", "embedded-layernorm", "c", "--context", 1), "--context must be at least 2, received 1"),
+        (("convert", "embedded-layernorm", "c", "--dtype", "foo"), "no dtype 'foo'"),
+        (("convert", "embedded-layernorm", "c", "--device", "bar"), "cannot use the device 'bar'"),
+        (("angles", "--resume", "odd"), "run.json is no record of a run"),
     ],
 )
 def test_places_and_devices_that_are_none_are_one_line(normgeo, tmp_path, words, says):
     (tmp_path / "afile").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/run.json").write_text("{}")
     status, _, err = normgeo(*words)
     assert status == 1
     assert says in err
     assert "Traceback" not in err
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_few_tokens_take_no_more_room_than_they_need(normgeo, tmp_path):
+    words = ("angles", "embedded-layernorm", "--data", "sample", "--tokens", 100, "--batch", 20_000, "--null", 2)
+    assert normgeo(*words, "--out", "run")[0] == 0
+    assert sum(path.stat().st_size for path in (tmp_path / "run/scalars.zarr").rglob("*")) < 1e6
 
 
 def test_debug_shows_the_traceback(normgeo):
