@@ -11,7 +11,7 @@ from normgeo.errors import NormGeoError
 
 __all__ = ["Knowing", "refuse_beside"]
 
-_given: ContextVar[list[str]] = ContextVar("given")
+_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 
 
 class Knowing(TyperCommand):
@@ -20,7 +20,7 @@ class Knowing(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Note what was given, and run."""
         sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name)) for parameter in self.params]
-        _given.set([name for name, source in sources if source is not None and source.name == "COMMANDLINE"])
+        _given.set(tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE"))
         return super().invoke(ctx)
 
 

@@ -205,7 +205,8 @@ def saved_elsewhere(*_: Any, **__: Any) -> NoReturn:
     """
     raise ConversionError(
         "save_pretrained would write a converted model as the native one: call normgeo.checkpoint.save(conversion, "
-        "folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of transformers"
+        "folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of transformers; "
+        "to train one, convert(..., trainable=True), which saves as the model that it trains as"
     )
 
 

@@ -103,7 +103,7 @@ class _Norm(nn.Module):
             raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        z, free = self.standardized(wide), not (is_grad_enabled() or is_compiling())  # its memory, to write over
+        z, free = self.standardized(wide), not _traced()  # its memory, to write over
         if self.weight is not None:
             z = _with(z, self.weight.to(z.dtype) + self.offset if self.offset else self.weight, torch.mul, free)
         if self.bias is not None:
@@ -112,6 +112,11 @@ class _Norm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.d}, eps={self.eps}, affine={self.weight is not None}, bias={self.bias is not None}"
+
+
+def _traced() -> bool:
+    """Whether somebody follows the arithmetic: for gradients, to compile it, or to write it down."""
+    return is_grad_enabled() or is_compiling() or is_tracing()
 
 
 def _with(z: Tensor, gain: Tensor, do: Callable[..., Tensor], free: bool) -> Tensor:
@@ -124,7 +129,7 @@ def _with(z: Tensor, gain: Tensor, do: Callable[..., Tensor], free: bool) -> Ten
 
 def _squared_norm(x: Tensor) -> Tensor:
     """|x|^2 [..., 1]: without gradients in one pass."""
-    if is_grad_enabled() or is_compiling() or x.dtype is torch.float64:
+    if _traced() or x.dtype is torch.float64:
         return x.pow(2).sum(-1, keepdim=True)
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
@@ -145,7 +150,7 @@ class RMSNorm(_Norm):
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic: without gradients by torch's kernel where it has one."""
-        if x.dtype not in ROUNDING or is_grad_enabled() or is_compiling() or is_tracing():
+        if x.dtype not in ROUNDING or _traced():
             return super().plain(x)
         if x.shape[-1:] != (self.d,) or (x.is_cpu and not self.centered):
             return super().plain(x)
@@ -174,7 +179,7 @@ def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -
         return None
     z, mean, scale = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
     try:
-        zero = not x.numel() or mean.mul_(scale).abs_().max().item() <= ROUNDING[x.dtype]
+        zero = not x.numel() or bool(mean.mul_(scale).abs_().max().item() <= ROUNDING[x.dtype])
     except RuntimeError:  # there are no numbers to look at: it is transformed, or a fake
         return None
     return z.to(x.dtype) if zero else None
@@ -211,7 +216,7 @@ class CRMSNorm(_Norm):
     def standardized(self, x: Tensor) -> Tensor:
         """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""
         square = _squared_norm(x) + x.sum(-1, keepdim=True).pow(2)
-        y = x * torch.rsqrt(square / (x.shape[-1] + (not self.padded)) + self.eps)
+        y = x * torch.rsqrt(square / (x.shape[-1] + int(not self.padded)) + self.eps)
         if not self.expand:
             return y
         last = -y.sum(-1, keepdim=True)

@@ -165,7 +165,9 @@ def disk_explained(out: Path | str) -> Iterator[None]:
             ) from error
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO):
             raise
-        raise RunError(f"{out} cannot be written: {error.strerror} ({error.filename}); give another place") from error
+        if error.filename is not None and str(out) not in str(error.filename):
+            raise  # of another place
+        raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
 
 
 def _execute(
@@ -317,7 +319,7 @@ def _number(tokens: TokenStream, asked: int | None) -> int:
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
     most, total = asked or DEFAULT_TOKENS, 0
-    if tokens.digest.startswith("wikimedia/"):
+    if tokens.digest.startswith("wikimedia/") or (tokens.n_tokens or 0) >= most:
         return most
     for ids, _ in tokens.contexts():
         total += len(ids)

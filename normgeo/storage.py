@@ -159,6 +159,9 @@ class Storage(ABC):
         return map(do, of)
 
 
+OURS = {"lock", "scratch", "commits", "state"}  # which a writer makes before all else
+
+
 class Disk(Storage):
     """Files below a directory: written beside their names and renamed."""
 
@@ -167,7 +170,7 @@ class Disk(Storage):
 
     def __init__(self, path: Path) -> None:
         self.path, self.address, self.absolute = path, str(path), str(path.resolve())
-        self._made = False
+        self._made, self._before = False, set[str]()
 
     def at(self, name: str) -> str:
         """A file's path."""
@@ -259,8 +262,10 @@ class Disk(Storage):
         (self.path / name).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove all that is in the directory, and the directory where this run made it."""
+        """Remove all that was not in the directory before this run, and the directory where this run made it."""
         for path in self.path.iterdir():
+            if path.name in self._before:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -275,6 +280,7 @@ class Disk(Storage):
         It is free again when the last of them has ended, however it ended.
         """
         self._made = not self.path.exists()
+        self._before = {p.name for p in self.path.iterdir()} - OURS if self.path.is_dir() else set()
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as file:
             begins = run is None

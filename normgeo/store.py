@@ -30,6 +30,7 @@ from normgeo.store_layout import (
     ArraySpec,
     Commit,
     as_torch,
+    identity,
     read_log,
     read_store,
 )
@@ -174,7 +175,8 @@ class HiddenStates:
         except ImportError as error:
             raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
         store, spec = self._store, self.spec
-        block = functools.partial(_block, store.storage.absolute, store.n_tokens, spec)
+        seen = identity([store.store_id, [commit.chunks[spec.name] for commit in store.commit_log]])
+        block = functools.partial(_block, store.storage.absolute, seen, spec)
         rows = tuple((commit.stop - commit.start) * spec.heads for commit in store.commit_log)
         dtype = np.dtype(np.float32) if spec.dtype == "bfloat16" else spec.stored
         if not rows:
@@ -202,14 +204,14 @@ class HiddenStates:
 
 
 @functools.lru_cache(4)
-def _opened(path: str, n_tokens: int) -> HiddenStateStore:
-    """A store with at least so many tokens, opened once in a process that computes with its blocks."""
+def _opened(path: str, seen: str) -> HiddenStateStore:
+    """A store, opened once in a process that computes with its blocks, for what was `seen` of it by who asks."""
     return HiddenStateStore(path)
 
 
-def _block(path: str, n_tokens: int, spec: ArraySpec, row: int) -> np.ndarray:
+def _block(path: str, seen: str, spec: ArraySpec, row: int) -> np.ndarray:
     """The numbers of a row of chunks; bfloat16 as float32."""
-    stored = HiddenStates(_opened(path, n_tokens), spec).chunk(row)
+    stored = HiddenStates(_opened(path, seen), spec).chunk(row)
     return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
 
 

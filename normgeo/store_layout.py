@@ -166,7 +166,7 @@ def read_record(storage: Storage, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise StoreError(f"{storage.at(name)} is damaged ({error})") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != identity(content):
-        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong")
+        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong (or it is of another version's store)")
     return content
 
 
