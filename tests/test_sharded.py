@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from zoo import tiny
 
-from normgeo import convert, load_model
+from normgeo import convert, load_model, sharded
 from normgeo.cli import app
 from normgeo.errors import ConversionError
 from normgeo.gauge import find_gauge
@@ -17,6 +18,7 @@ from normgeo.models import example_inputs
 from normgeo.shallow import shallow_gauge
 from normgeo.sharded import convert_sharded
 
+AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
 DEPTH = {
     "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
     "gpt_neox": {"num_hidden_layers": 5}, "vit": {"num_hidden_layers": 5}, "olmo": {"num_hidden_layers": 5},
@@ -109,8 +111,6 @@ print("done")
 
 def test_memory_is_less_than_the_checkpoint(tmp_path):
     """A checkpoint of 256 MB in shards of 10 MB, in a process that may use 160 MB more than its libraries."""
-    import transformers as hf
-
     config = hf.GPT2Config(n_embd=256, n_layer=80, n_head=4, n_positions=32, vocab_size=128)
     model = hf.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "in", max_shard_size="10MB")
@@ -127,3 +127,48 @@ def test_memory_is_less_than_the_checkpoint(tmp_path):
     assert "done" in result.stdout, result.stderr[-1500:]
     assert "done" not in run("in memory").stdout  # what the limit is there to show
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "falcon", "bert", "whisper"])
+def test_a_tied_head_is_found_when_the_checkpoint_is_loaded(name, size, tmp_path):
+    """transformers reads `model.safetensors` and, where there is one, no index and no other file beside it."""
+    model = tiny(name)
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path / "in", max_shard_size=size)
+    assert (tmp_path / "in" / "model.safetensors").is_file() == (size == "1GB")
+    convert_sharded(tmp_path / "in", tmp_path / "out")
+    auto = next(a for a in AUTO if a in json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"])
+    options = {"trust_remote_code": True, "output_loading_info": True}
+    loaded, info = getattr(hf, auto).from_pretrained(tmp_path / "out", **options)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        inputs = example_inputs(model.double(), 9)
+        expected = model(**inputs).logits
+        difference = loaded.double()(**inputs).logits - expected
+    assert difference.norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("change", ["lost", "added", "another file"])
+def test_a_checkpoint_that_would_not_load_is_not_left_behind(change, size, tmp_path, monkeypatch):
+    tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size=size)
+    write = sharded.save_file
+
+    def sabotaged(tensors, path, metadata):
+        head = tensors.pop("lm_head.weight", None) if change == "lost" else tensors.get("lm_head.weight")
+        if head is not None and change == "added":
+            tensors["other"] = head.clone()
+        if head is not None and change == "another file":
+            write({"lm_head.weight": head.clone()}, path.with_name("model.safetensors"), metadata)
+            if size == "1GB":
+                return
+        if tensors:
+            write(tensors, path, metadata)
+        else:
+            write({"transformer.wpe.weight": torch.zeros(2)}, path, metadata)
+
+    monkeypatch.setattr(sharded, "save_file", sabotaged)
+    with pytest.raises(ConversionError, match="what was written is not the converted model"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
