@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 from zoo import tiny
 
-from normgeo import convert, load_model, sharded
+from normgeo import convert, converting, load_model, sharded
 from normgeo.cli import app
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, NormGeoError
 from normgeo.gauge import find_gauge
 from normgeo.models import example_inputs
 from normgeo.shallow import shallow_gauge
@@ -82,8 +83,6 @@ def test_names_that_are_not_the_models_are_refused(tmp_path):
 
 
 def test_the_command_by_shard(tmp_path):
-    from typer.testing import CliRunner
-
     tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size="50KB")
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
     result = CliRunner().invoke(app, arguments)
@@ -172,3 +171,36 @@ def test_a_checkpoint_that_would_not_load_is_not_left_behind(change, size, tmp_p
     with pytest.raises(ConversionError, match="what was written is not the converted model"):
         convert_sharded(tmp_path / "in", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+UNUSED = {
+    "data": "nofile.txt", "tokens": "-1", "context": "8", "dtype": "foo", "device": "bar", "padded": None
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", UNUSED)
+def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
+    """Asked for, and where memory is short; in memory the option is what it always was."""
+    value = UNUSED[option]
+    arguments = ["convert", "embedded-layernorm", str(tmp_path / "out"), f"--{option}", *([value] if value else [])]
+    asked = CliRunner().invoke(app, [*arguments, "--by-shard"])
+    assert isinstance(asked.exception, NormGeoError)
+    assert "\n" not in str(asked.exception)
+    assert str(asked.exception).startswith(f"--by-shard says everything else: leave out --{option}; only --to, ")
+    monkeypatch.setattr(converting, "_available", lambda: 0)
+    short = CliRunner().invoke(app, arguments)
+    assert isinstance(short.exception, ConversionError)
+    assert f"memory is short, so that it is converted by shard; by shard these would be ignored: {option};" in str(
+        short.exception
+    )
+    python = {"n_tokens" if option == "tokens" else option: {"tokens": 8, "context": 8}.get(option, value or True)}
+    with pytest.raises(ConversionError, match=f"^by shard these would be ignored: {option}; leave them out$"):
+        converting.convert_checkpoint("embedded-layernorm", tmp_path / "out", by_shard=True, **python)
+    assert not list(tmp_path.iterdir())
+
+
+def test_by_shard_takes_what_it_honours(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    honoured = ["--to", "rmsnorm", "--trust-remote-code", "--revision", "main"]
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard", *honoured])
+    assert result.exception is None
