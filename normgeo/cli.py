@@ -149,7 +149,7 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
 
 
-@app.command()
+@app.command(cls=Knowing)
 def convert(
     model: Annotated[str, typer.Argument(help="Hub id or local directory.")],
     out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
@@ -180,6 +180,8 @@ def convert(
     from normgeo.converting import convert_checkpoint
 
     quiet()
+    if by_shard:
+        refuse_beside("--by-shard", "model", "out", "--to", "--revision", "--trust-remote-code")
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,

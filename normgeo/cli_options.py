@@ -29,12 +29,13 @@ def refuse_beside(option: str, *allowed: str) -> None:
 
     Args:
         option: the option.
-        allowed: options that may be given too.
+        allowed: options, and arguments by their names, that may be given too.
 
     Raises:
         NormGeoError: others were given.
     """
     if others := [name for name in _given.get() if name not in (option, *allowed)]:
         names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
-        beside = f"; only {', '.join(allowed)} may be given too" if allowed else ""
+        options = [name for name in allowed if name.startswith("-")]
+        beside = f"; only {', '.join(options)} may be given too" if options else ""
         raise NormGeoError(f"{option} says everything else: leave out {names}{beside}")

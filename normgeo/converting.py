@@ -59,7 +59,8 @@ def convert_checkpoint(
         fold_affine: see there.
         padded: see there.
         by_shard: convert tensor by tensor, with the memory of one shard, certified on the model's first layers; None
-            does so where float64 copies of the whole model would not fit into memory.
+            does so where float64 copies of the whole model would not fit into memory. Only `revision` and
+            `trust_remote_code` go with it.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the repository's own code.
         announce: takes a line for each step.
@@ -79,11 +80,18 @@ def convert_checkpoint(
         pass  # say that it cannot be written before hours of work
     plain = to == "rmsnorm" and not (keep_tie or fold_affine)
     folder = _folder(name, revision)
-    if by_shard is None:
-        by_shard = plain and _needs(folder) > _available()
-    if by_shard:
+    short = by_shard is None and plain and _needs(folder) > _available()
+    if by_shard or short:
         if not plain:
             raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
+        unused = {
+            "data": data is not None, "tokens": n_tokens != 2048, "context": context is not None,
+            "dtype": dtype != "auto", "device": device is not None, "padded": padded,
+        }  # fmt: skip
+        if given := ", ".join(option for option, is_given in unused.items() if is_given):
+            why = "memory is short, so that it is converted by shard; " if short else ""
+            hint = ", or ask for --in-memory (by_shard=False)" if short else ""
+            raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
         announce(f"{name}: shard by shard, certified on its first layers")
         return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -22,6 +22,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from normgeo.centering import center_writers
 from normgeo.checkpoint import describe, new_directory, write_config
 from normgeo.conversion import Conversion, convert
+from normgeo.converted import rebuild
 from normgeo.errors import ConversionError
 from normgeo.gauge import Gauge, find_gauge
 from normgeo.models import config_and_class
@@ -30,10 +31,10 @@ from normgeo.shallow import Spread, deepened, empty_model, shallow_model, spread
 
 __all__ = ["Shards", "convert_sharded"]
 
+PLAIN, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 SKIPPED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
-
-
-REPLACED = {"config.json", "conversion.json", "model.safetensors.index.json"}
+REPLACED = {"config.json", "conversion.json", INDEX}
 
 
 class Shards:
@@ -44,11 +45,11 @@ class Shards:
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            self.files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            self.files = ["model.safetensors"] if (folder / "model.safetensors").is_file() else []
+        self.files: list[str] = []
+        if (folder / PLAIN).is_file():  # what transformers reads, whatever an index beside it says
+            self.files = [PLAIN]
+        elif (folder / INDEX).is_file():
+            self.files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         if not self.files:
             raise ConversionError(f"{folder} holds no safetensors weights; pickled weights are not read")
         self.folder, self.home, self.stored = folder, {}, {}
@@ -101,7 +102,7 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
 
     Raises:
         ConversionError: as `convert`; or the checkpoint's names are not the model's, so that it has to be converted in
-            memory.
+            memory; or what was written lacks a tensor of the converted model, or has another.
     """
     config, cls = config_and_class(str(source), {}, trust_remote_code)
     deep = empty_model(cls, config)
@@ -116,6 +117,7 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
     with new_directory(out) as folder:
         _write(shards, folder, deepened(gauge, to), _untied(first, conversion.model, to), conversion, to)
         final = _config(config, conversion.model.config)
+        _check_written(folder, empty_model(cls, final), recipe)
         write_config(final, cls, recipe, folder, first.dtype)
         for path in source.iterdir():
             if path.is_file() and path.suffix not in SKIPPED and path.name not in REPLACED:
@@ -133,6 +135,26 @@ def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
         raise ConversionError(
             f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
             "convert it in memory"
+        )
+
+
+def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """Refuse files in which loading would not find exactly the tensors of the model that they are to be loaded into.
+
+    Args:
+        folder: where they are, and the index if there is one.
+        model: an empty one, in which what the conversion has untied is not tied.
+        recipe: the conversion's, for all layers.
+    """
+    rebuild(model, recipe)
+    have, wanted = set(Shards(folder, model).home), set(model.state_dict())
+    lacking = wanted - have
+    lacking -= {name for group in tied(model) if have.intersection(group) for name in group}
+    if wrong := sorted(lacking | (have - wanted)):
+        first, *others = wrong
+        raise ConversionError(
+            f"what was written is not the converted model: {first} {'is missing' if first in lacking else 'is not its'}"
+            f", and {len(others)} others; nothing was left behind"
         )
 
 
@@ -184,13 +206,14 @@ def _write(
         home.update(dict.fromkeys(tensors, file))
         size += sum(value.nbytes for value in tensors.values())
 
-    for file in shards.files:
-        save({name: edited(name, value) for name, value in shards.of(file)}, file)
     extra = {name: edited(name, shards.read(source)) for name, source in copies.items() if name not in shards.home}
     buffers = dict(conversion.model.named_buffers())
     extra |= {name: buffers[short] for short in conversion.recipe.get("tables", ()) for name in to(short)}
-    if extra:
+    alone = shards.files == [PLAIN]  # beside a file of that name no other and no index would be read
+    for file in shards.files:
+        save({name: edited(name, value) for name, value in shards.of(file)} | (extra if alone else {}), file)
+    if extra and not alone:
         save(extra, "model-untied.safetensors")
-    if len(set(home.values())) > 1 or shards.files != ["model.safetensors"]:
+    if not alone:
         index = {"metadata": {"total_size": size}, "weight_map": home}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))

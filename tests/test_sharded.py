@@ -6,17 +6,20 @@ import sys
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 from zoo import tiny
 
-from normgeo import convert, load_model
+from normgeo import convert, converting, load_model, sharded
 from normgeo.cli import app
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, NormGeoError
 from normgeo.gauge import find_gauge
 from normgeo.models import example_inputs
 from normgeo.shallow import shallow_gauge
 from normgeo.sharded import convert_sharded
 
+AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
 DEPTH = {
     "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
     "gpt_neox": {"num_hidden_layers": 5}, "vit": {"num_hidden_layers": 5}, "olmo": {"num_hidden_layers": 5},
@@ -80,8 +83,6 @@ def test_names_that_are_not_the_models_are_refused(tmp_path):
 
 
 def test_the_command_by_shard(tmp_path):
-    from typer.testing import CliRunner
-
     tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size="50KB")
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
     result = CliRunner().invoke(app, arguments)
@@ -109,8 +110,6 @@ print("done")
 
 def test_memory_is_less_than_the_checkpoint(tmp_path):
     """A checkpoint of 256 MB in shards of 10 MB, in a process that may use 160 MB more than its libraries."""
-    import transformers as hf
-
     config = hf.GPT2Config(n_embd=256, n_layer=80, n_head=4, n_positions=32, vocab_size=128)
     model = hf.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "in", max_shard_size="10MB")
@@ -127,3 +126,81 @@ def test_memory_is_less_than_the_checkpoint(tmp_path):
     assert "done" in result.stdout, result.stderr[-1500:]
     assert "done" not in run("in memory").stdout  # what the limit is there to show
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "falcon", "bert", "whisper"])
+def test_a_tied_head_is_found_when_the_checkpoint_is_loaded(name, size, tmp_path):
+    """transformers reads `model.safetensors` and, where there is one, no index and no other file beside it."""
+    model = tiny(name)
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(tmp_path / "in", max_shard_size=size)
+    assert (tmp_path / "in" / "model.safetensors").is_file() == (size == "1GB")
+    convert_sharded(tmp_path / "in", tmp_path / "out")
+    auto = next(a for a in AUTO if a in json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"])
+    options = {"trust_remote_code": True, "output_loading_info": True}
+    loaded, info = getattr(hf, auto).from_pretrained(tmp_path / "out", **options)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        inputs = example_inputs(model.double(), 9)
+        expected = model(**inputs).logits
+        difference = loaded.double()(**inputs).logits - expected
+    assert difference.norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("change", ["lost", "added", "another file"])
+def test_a_checkpoint_that_would_not_load_is_not_left_behind(change, size, tmp_path, monkeypatch):
+    tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size=size)
+    write = sharded.save_file
+
+    def sabotaged(tensors, path, metadata):
+        head = tensors.pop("lm_head.weight", None) if change == "lost" else tensors.get("lm_head.weight")
+        if head is not None and change == "added":
+            tensors["other"] = head.clone()
+        if head is not None and change == "another file":
+            write({"lm_head.weight": head.clone()}, path.with_name("model.safetensors"), metadata)
+            if size == "1GB":
+                return
+        if tensors:
+            write(tensors, path, metadata)
+        else:
+            write({"transformer.wpe.weight": torch.zeros(2)}, path, metadata)
+
+    monkeypatch.setattr(sharded, "save_file", sabotaged)
+    with pytest.raises(ConversionError, match="what was written is not the converted model"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+UNUSED = {
+    "data": "nofile.txt", "tokens": "-1", "context": "8", "dtype": "foo", "device": "bar", "padded": None
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", UNUSED)
+def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
+    """Asked for, and where memory is short; in memory the option is what it always was."""
+    value = UNUSED[option]
+    arguments = ["convert", "embedded-layernorm", str(tmp_path / "out"), f"--{option}", *([value] if value else [])]
+    asked = CliRunner().invoke(app, [*arguments, "--by-shard"])
+    assert isinstance(asked.exception, NormGeoError)
+    assert "\n" not in str(asked.exception)
+    assert str(asked.exception).startswith(f"--by-shard says everything else: leave out --{option}; only --to, ")
+    monkeypatch.setattr(converting, "_available", lambda: 0)
+    short = CliRunner().invoke(app, arguments)
+    assert isinstance(short.exception, ConversionError)
+    assert f"memory is short, so that it is converted by shard; by shard these would be ignored: {option};" in str(
+        short.exception
+    )
+    python = {"n_tokens" if option == "tokens" else option: {"tokens": 8, "context": 8}.get(option, value or True)}
+    with pytest.raises(ConversionError, match=f"^by shard these would be ignored: {option}; leave them out$"):
+        converting.convert_checkpoint("embedded-layernorm", tmp_path / "out", by_shard=True, **python)
+    assert not list(tmp_path.iterdir())
+
+
+def test_by_shard_takes_what_it_honours(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    honoured = ["--to", "rmsnorm", "--trust-remote-code", "--revision", "main"]
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard", *honoured])
+    assert result.exception is None
