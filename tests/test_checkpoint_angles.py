@@ -212,6 +212,16 @@ def call(monkeypatch, capsys):
     return call
 
 
+def test_options_without_effect_beside_checkpoints_are_refused(twins, tmp_path, call):
+    status, (_, error) = call(
+        "angles", "--checkpoints", twins, "--qk", "--keep", "scalars", "--revision", "foo", "--out", tmp_path / "run"
+    )
+    assert status == 1
+    assert "leave out --keep, --revision; only" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_command(twins, tmp_path, call):
     words = ("angles", "--checkpoints", twins / "rmsnorm", "--data", "sample", "--tokens", 64, "--null", 4, "--out")
     status, (out, _) = call(*words, tmp_path / "run", "--device", "cpu")
