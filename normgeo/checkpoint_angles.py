@@ -202,9 +202,11 @@ def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFr
 
 def draw(frame: pd.DataFrame, folder: Path) -> None:
     """Every figure of the angles by step, as .png and .svg."""
+    figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
     layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
+    if not layers:  # --sites final: none of the norms is a layer's
+        return
     middle = int(layers[len(layers) // 2])
     figures.save(training_figures.one_layer(frame, middle), folder / f"by-step-layer-{middle}")
     for direction in figures.COLORS:
         figures.save(training_figures.all_layers(frame, direction), folder / f"by-step-{direction}")
-    figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")

@@ -170,6 +170,12 @@ def test_nothing_is_left_where_nothing_was_measured(twins, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+def test_norms_of_no_layer_alone_are_drawn_as_a_map(twins, tmp_path):
+    config = RunConfig((), "sample", 32, null=2, sites="final", device="cpu")
+    assert start_checkpoints(twins / "rmsnorm", config, tmp_path / "run", progress=False).role.unique() == ["final"]
+    assert [path.name for path in (tmp_path / "run/figures").glob("*.png")] == ["layers-by-steps.png"]
+
+
 def test_without_a_number_of_tokens_a_million_or_all_are_measured(twins, monkeypatch):
     points = find_checkpoints(twins / "layernorm")[:1]
     monkeypatch.setattr(normgeo.runs, "DEFAULT_TOKENS", 96)
