@@ -1,7 +1,8 @@
 """`normgeo angles --checkpoints`: the angles of every checkpoint of a training (*Geometry* section 3.3).
 
-run.json                  what is measured on what
-parts/<model>-<step>.parquet    one per checkpoint that is done; what a resumed run does not do again
+run.json                  what is measured on what: configuration, checkpoints and data by hash, versions, command line
+parts/<model>-<step>.parquet    one per checkpoint that is done, with what it was measured on: what a resumed run does
+                          not do again
 angles.parquet            all of them, with a column `step`
 figures/                  angles by step, of every layer and of the middle one, and a map of layers by steps
 """
@@ -12,8 +13,9 @@ import datetime
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,15 @@ import pandas as pd
 
 from normgeo import figures, training_figures
 from normgeo.angles import measure_angles
-from normgeo.errors import ModelError, RunError
-from normgeo.models import load_model, load_tokenizer, max_context, pick_dtype, usable_device
-from normgeo.runs import RunConfig, safe_name
-from normgeo.tokens import load_tokens
+from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.runs import SAME, Job, RunConfig, check_same, disk_explained, new_record, now, prepare, safe_name
 from normgeo.training_state import whole_directory, write_json
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
 STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
-DEFAULT_TOKENS = 1_000_000
+MEASURED = (*SAME, "context")
+OF_A_MODEL = ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens")
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,23 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
         NormGeoError: whatever is wrong with a model or the data.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already; give another --out, or --resume {out}")
+        hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
+        raise RunError(f"{out} exists already; give another --out{hint}")
     points = find_checkpoints(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    kept = {k: v for k, v in asdict(config).items() if k != "models"}
-    record = {"checkpoints": str(folder), "config": kept, "status": "running"}
-    write_json(out / "run.json", record)
-    return _finish(points, config, out, record, **options)
+    record = new_record(config) | {"checkpoints": str(folder)}
+    try:
+        return _finish(points, config, out, record, **options)
+    except NormGeoError:
+        if out.exists() and not any(out.glob("parts/*.parquet")):
+            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+        raise
 
 
 def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Raises:
-        RunError: it is complete.
+        RunError: it is complete, or the data, a tokenizer or a measured checkpoint are no longer those it began with.
     """
     try:
         record = json.loads((out / "run.json").read_text())
@@ -104,19 +108,28 @@ def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
     if record["status"] == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
     points = find_checkpoints(Path(record["checkpoints"]))
-    return _finish(points, RunConfig(**record["config"]), out, record, **options)
+    return _finish(points, RunConfig(**(record["config"] | {"models": ()})), out, record, **options)
 
 
 def _finish(
     points: list[Checkpoint], config: RunConfig, out: Path, record: dict[str, Any], **options: Any
 ) -> pd.DataFrame:
-    frame = measure_checkpoints(points, config, out / "parts", **options)
-    with whole_directory(out / "figures") as scratch:
-        draw(frame, scratch)
-    scratch = out / ".angles.parquet.partial"
-    frame.to_parquet(scratch, index=False)
-    scratch.replace(out / "angles.parquet")
-    write_json(out / "run.json", record | {"status": "complete"})
+    models: dict[str, Any] = record.setdefault("models", {})
+
+    def note(point: Checkpoint, about: dict[str, Any]) -> None:
+        models[_name(point)] = about
+        with disk_explained(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / "run.json", record)
+
+    with disk_explained(out):
+        frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
+        with whole_directory(out / "figures") as scratch:
+            draw(frame, scratch)
+        scratch = out / ".angles.parquet.partial"
+        frame.to_parquet(scratch, index=False)
+        scratch.replace(out / "angles.parquet")
+        write_json(out / "run.json", record | {"status": "complete", "finished": now()})
     return frame
 
 
@@ -126,6 +139,7 @@ def measure_checkpoints(
     parts: Path | None = None,
     *,
     announce: Callable[[str], None] = lambda line: None,
+    note: Callable[[Checkpoint, dict[str, Any]], None] = lambda point, about: None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """The angles of every checkpoint on the same tokens: an `AngleTable`'s frame with a column `step`.
@@ -135,48 +149,64 @@ def measure_checkpoints(
         config: data, tokens and directions, as for one model.
         parts: keep every checkpoint's table here, and do not measure those that are there.
         announce: called with a line for each checkpoint.
+        note: called with each checkpoint and its weights, tokenizer and data by hash, before it is measured.
         progress: show progress bars.
+
+    Raises:
+        RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
+            weights.
+        NormGeoError: whatever is wrong with a model or the data.
     """
-    frames = []
-    for number, point in enumerate(points, 1):
-        part = None if parts is None else parts / f"{safe_name(point.model)}-{point.step:08}.parquet"
-        if part is not None and part.is_file():
-            frames.append(pd.read_parquet(part))
-            continue
-        announce(f"{point.model}, step {point.step:,} ({number} of {len(points)})")
-        frames.append(_measured(point, config, progress))
-        if part is not None:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            scratch = part.with_name(f".{part.name}.partial")
-            frames[-1].to_parquet(scratch, index=False)
-            scratch.replace(part)
-    return pd.concat(frames, ignore_index=True)
+    config = replace(config, data=config.data or "wikipedia")
+    options: dict[str, Any] = {
+        "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
+        "progress": progress,
+    }  # fmt: skip
+    files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
+    done = {point: pd.read_parquet(file) for point, file in files.items() if file is not None and file.is_file()}
+    abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
+    for number, (point, file) in enumerate(files.items(), 1):
+        job = prepare(config, str(point.path))
+        about = job.about | {"sites": [site.key for site in job.sites]}
+        where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
+        for other, then in abouts.items():  # a table of one model is of one text, cut in one way
+            check_same(then, about, where, OF_A_MODEL if other.model == point.model else OF_A_MODEL[:1])
+        check_same(abouts.setdefault(point, about), about, where, MEASURED)
+        note(point, about)
+        if point not in done:
+            announce(f"{point.model}, step {point.step:,} ({number} of {len(points)})")
+            done[point] = _measured(point, job, options)
+            done[point].attrs = {"about": about}
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                scratch = file.with_name(f".{file.name}.partial")
+                done[point].to_parquet(scratch, index=False)
+                scratch.replace(file)
+        del job  # before the next model is loaded
+    table = pd.concat([done[point] for point in points], ignore_index=True)
+    table.attrs = {}
+    return table
 
 
-def _measured(point: Checkpoint, config: RunConfig, progress: bool) -> pd.DataFrame:
-    device = usable_device(config.device)
-    model = load_model(
-        point.path, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
-        trust_remote_code=config.trust_remote_code,
-    )  # fmt: skip
-    is_ids = str(config.data).endswith(".npy")
-    context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
-    tokenizer = load_tokenizer(point.path, trust_remote_code=config.trust_remote_code)
-    tokens = load_tokens(config.data or "wikipedia", tokenizer, context)
-    wanted = config.tokens or (DEFAULT_TOKENS if config.data in (None, "wikipedia") else None)
+def _name(point: Checkpoint) -> str:
+    return f"{safe_name(point.model)}-{point.step:08}"
+
+
+def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFrame:
     table = measure_angles(
-        model, tokens, n_tokens=wanted, batch=config.batch, null=config.null, null_every=config.null_every,
-        seed=config.seed, sites=config.sites, name=point.model, progress=progress,
-    )  # fmt: skip
+        job.model, job.tokens, n_tokens=job.n_tokens, sites=job.sites, bos=job.bos, name=point.model, **options
+    )
     table.frame.insert(1, "step", point.step)
     return table.frame
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> None:
     """Every figure of the angles by step, as .png and .svg."""
+    figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
     layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
+    if not layers:  # --sites final: none of the norms is a layer's
+        return
     middle = int(layers[len(layers) // 2])
     figures.save(training_figures.one_layer(frame, middle), folder / f"by-step-layer-{middle}")
     for direction in figures.COLORS:
         figures.save(training_figures.all_layers(frame, direction), folder / f"by-step-{direction}")
-    figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")

@@ -77,6 +77,7 @@ def angles(
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo import runs
+    from normgeo.checkpoint_angles import default_out
     from normgeo.cli_train import angles_by_step
 
     quiet()
@@ -96,8 +97,13 @@ def angles(
         refuse_beside("--resume")
     if model and checkpoints:
         raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
+    if checkpoints:
+        refuse_beside(
+            "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
+            "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
+        )  # fmt: skip
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
-    where = resume or out or (None if checkpoints else runs.default_out(names))
+    where = resume or out or (default_out(checkpoints) if checkpoints else runs.default_out(names))
     try:
         if resume and angles_by_step(resume):
             return
@@ -108,7 +114,6 @@ def angles(
             )  # fmt: skip
             angles_by_step(where, checkpoints, config)
             return
-        assert where is not None
         if resume:
             table = runs.resume_run(resume, announce=console.print)
         else:

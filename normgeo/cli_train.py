@@ -131,15 +131,13 @@ def bench_train(
         write_table(pd.concat(raw, ignore_index=True), out)
 
 
-def angles_by_step(out: Path | None, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:
-    """`normgeo angles --checkpoints` or its resumption; whether `out` is of this kind."""
+def angles_by_step(where: Path, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:
+    """`normgeo angles --checkpoints` or its resumption; whether `where` is of this kind."""
     from normgeo import checkpoint_angles
 
     if checkpoints is None or config is None:
-        assert out is not None
-        where, frame = out, checkpoint_angles.resume_checkpoints(out, announce=console.print)
+        frame = checkpoint_angles.resume_checkpoints(where, announce=console.print)
     else:
-        where = out or checkpoint_angles.default_out(checkpoints)
         frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=console.print)
     if frame is None:
         return False

@@ -1,11 +1,14 @@
 """Angles by training step: `normgeo angles --checkpoints`."""
 
 import json
+import shutil
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from normgeo import checkpoint_angles, load_model, load_tokens, measure_angles
+import normgeo.runs
+from normgeo import checkpoint_angles, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.checkpoint_angles import find_checkpoints, measure_checkpoints, resume_checkpoints, start_checkpoints
 from normgeo.corpus import Shuffled
 from normgeo.errors import ModelError, NormGeoError, RunError
@@ -18,8 +21,6 @@ CONFIG = RunConfig((), "sample", 400, null=8, null_every=2, device="cpu")
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
-    from normgeo import load_tokenizer
-
     folder, tokenizer = tmp_path_factory.mktemp("twins"), load_tokenizer("embedded-layernorm")
     recipe = recipe_for(
         "tiny", layers=2, d=32, heads=2, context=16, batch=2, steps=4, warmup=1, precision="no", checkpoint_every=2
@@ -60,7 +61,7 @@ def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monk
     assert frame.groupby(["model", "step"]).site.nunique().tolist() == [5] * 6
     alone = measure_angles(
         load_model(twins / "rmsnorm/checkpoints/step-00000002"),
-        load_tokens("sample", checkpoint_angles.load_tokenizer(twins / "rmsnorm/checkpoints/step-00000002"), 16),
+        load_tokens("sample", load_tokenizer(twins / "rmsnorm/checkpoints/step-00000002"), 16),
         n_tokens=400, null=8, null_every=2, progress=False,
     ).frame  # fmt: skip
     same = frame[(frame.model == "rmsnorm") & (frame.step == 2)]
@@ -81,7 +82,131 @@ def test_the_library_form_keeps_nothing(twins):
     assert frame.step.unique().tolist() == [0]
 
 
-def test_the_command(twins, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def stopped(twins, tmp_path, monkeypatch):
+    """A run on copies of the twins and of a text that was interrupted after two of six checkpoints."""
+    shutil.copytree(twins, tmp_path / "twins")
+    (tmp_path / "text.txt").write_text("One text that is long enough. " * 40)
+    config = RunConfig((), str(tmp_path / "text.txt"), 64, null=2, device="cpu")
+    real, seen = checkpoint_angles._measured, []
+
+    def measured(*args):
+        seen.append(args)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_angles, "_measured", measured)
+        with pytest.raises(KeyboardInterrupt):
+            start_checkpoints(tmp_path / "twins", config, tmp_path / "run", progress=False)
+    return tmp_path
+
+
+def test_a_run_records_what_an_ordinary_run_records(stopped):
+    resume_checkpoints(stopped / "run", progress=False)
+    record = json.loads((stopped / "run" / "run.json").read_text())
+    assert {"torch", "normgeo", "transformers"} <= record["versions"].keys()
+    assert {"started", "finished", "command"} <= record.keys()
+    assert record["config"]["tokens"] == 64
+    abouts = record["models"]
+    assert [*abouts] == [f"{kind}-{step:08}" for kind in ("layernorm", "rmsnorm") for step in (0, 2, 4)]
+    assert len({about["weights_sha256"] for about in abouts.values()}) == 6
+    for key in ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens"):
+        assert len({about[key] for about in abouts.values()}) == 1
+        assert abouts["layernorm-00000000"][key]
+    assert pd.read_parquet(stopped / "run" / "angles.parquet").attrs == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("data", "another data sha256"), ("tokenizer", "another tokenizer sha256"),
+        ("weights", r"layernorm, step 0\) was started with another weights sha256"),
+        ("unrecorded", "another data sha256: None"),
+    ],
+)  # fmt: skip
+def test_a_run_is_not_resumed_on_other_data_or_weights(stopped, change, says):
+    first = stopped / "twins/layernorm/checkpoints/step-00000000"
+    if change == "data":
+        (stopped / "text.txt").write_text("Another text that is long enough. " * 40)
+    elif change == "tokenizer":
+        content = json.loads((first / "tokenizer.json").read_text())
+        content["normalizer"] = {"type": "Lowercase"}
+        for path in (stopped / "twins").rglob("tokenizer.json"):
+            path.write_text(json.dumps(content))
+    elif change == "weights":
+        shutil.copy(first.with_name("step-00000004") / "model.safetensors", first)
+    else:  # a part that an earlier version wrote
+        part = next((stopped / "run/parts").glob("*.parquet"))
+        frame = pd.read_parquet(part)
+        frame.attrs = {}
+        frame.to_parquet(part, index=False)
+    before = (stopped / "run/run.json").read_bytes()
+    with pytest.raises(RunError, match=says):
+        resume_checkpoints(stopped / "run", progress=False)
+    assert not (stopped / "run/angles.parquet").exists()
+    assert (stopped / "run/run.json").read_bytes() == before
+
+
+def test_data_that_change_while_a_run_goes_on_are_refused(stopped):
+    shutil.rmtree(stopped / "twins/layernorm/checkpoints/step-00000000")  # what was measured is gone but for one
+    (stopped / "run/parts/layernorm-00000002.parquet").rename(stopped / "run/parts/rmsnorm-00000004.parquet")
+    (stopped / "text.txt").write_text("Another text that is long enough. " * 40)
+    with pytest.raises(RunError, match=r"layernorm, step 2\) was started with another data"):
+        resume_checkpoints(stopped / "run", progress=False)
+    assert not (stopped / "run/parts/layernorm-00000002.parquet").exists()
+
+
+def test_nothing_is_left_where_nothing_was_measured(twins, tmp_path):
+    np.save(tmp_path / "beyond.npy", np.full((4, 8), 10**6))
+    for data, sites, says in (
+        ("nofile.txt", None, "no such data file"), ("sample", "nonsense", "no site matches"),
+        (str(tmp_path / "beyond.npy"), None, "vocabulary"),
+    ):  # fmt: skip
+        config = RunConfig((), data, 32, null=2, sites=sites, device="cpu")
+        with pytest.raises(NormGeoError, match=says):
+            start_checkpoints(twins / "rmsnorm", config, tmp_path / "run", progress=False)
+        assert not (tmp_path / "run").exists()
+
+
+def test_norms_of_no_layer_alone_are_drawn_as_a_map(twins, tmp_path):
+    config = RunConfig((), "sample", 32, null=2, sites="final", device="cpu")
+    assert start_checkpoints(twins / "rmsnorm", config, tmp_path / "run", progress=False).role.unique() == ["final"]
+    assert [path.name for path in (tmp_path / "run/figures").glob("*.png")] == ["layers-by-steps.png"]
+
+
+def test_without_a_number_of_tokens_a_million_or_all_are_measured(twins, monkeypatch):
+    points = find_checkpoints(twins / "layernorm")[:1]
+    monkeypatch.setattr(normgeo.runs, "DEFAULT_TOKENS", 96)
+    frame = measure_checkpoints(points, RunConfig((), "sample", null=2, device="cpu"), progress=False)
+    assert frame.n_tokens.max() == 96
+
+
+def test_norms_of_queries_and_keys_are_measured_where_they_are_asked_for(tmp_path):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model/step-1")
+    np.save(tmp_path / "ids.npy", np.arange(64).reshape(4, 16))
+    points = find_checkpoints(tmp_path)
+    plain, with_qk = (
+        measure_checkpoints(
+            points, RunConfig((), str(tmp_path / "ids.npy"), null=2, device="cpu", qk=qk), progress=False
+        )
+        for qk in (False, True)
+    )
+    assert with_qk.site.nunique() == plain.site.nunique() + 2
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """The command line: exit status, what it printed."""
     from normgeo import cli
 
     def call(*words):
@@ -90,6 +215,20 @@ def test_the_command(twins, tmp_path, monkeypatch, capsys):
             cli.main()
         return stop.value.code, capsys.readouterr()
 
+    return call
+
+
+def test_options_without_effect_beside_checkpoints_are_refused(twins, tmp_path, call):
+    status, (_, error) = call(
+        "angles", "--checkpoints", twins, "--qk", "--keep", "scalars", "--revision", "foo", "--out", tmp_path / "run"
+    )
+    assert status == 1
+    assert "leave out --keep, --revision; only" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command(twins, tmp_path, call):
     words = ("angles", "--checkpoints", twins / "rmsnorm", "--data", "sample", "--tokens", 64, "--null", 4, "--out")
     status, (out, _) = call(*words, tmp_path / "run", "--device", "cpu")
     assert not status
