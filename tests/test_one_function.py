@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_norm_ops import ROUNDING, drawn
 from test_norms import random_norm
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from normgeo import convert
 from normgeo.kernels import norm_ops
@@ -33,6 +35,15 @@ def test_without_kernels_a_centered_rmsnorm_is_the_same(dtype, affine, monkeypat
             for of, of_dtype in ((norm, dtype), (copy.deepcopy(norm).double(), torch.float64))
         )
         torch.testing.assert_close(turned.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(8), RMSNorm(8, centered=True), CRMSNorm(8, padded=True)], ids=str)
+def test_a_trace_and_fake_tensors_are_of_one_arithmetic(norm, monkeypatch):
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+    x = drawn((3, 8), torch.float32)
+    torch.testing.assert_close(torch.jit.trace(norm, x)(x), norm(x), rtol=1e-6, atol=1e-6)
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as fake:
+        assert norm(fake.from_tensor(x)).shape == (3, 8)
 
 
 @pytest.mark.parametrize("moved", ["trained", "steered"])

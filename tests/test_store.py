@@ -1,5 +1,6 @@
 """The store of hidden states: what is in it, and that the angles of it are those of the model."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,15 @@ def test_xarray_and_dask_open_it(store):
     np.testing.assert_array_equal(lazily.compute(scheduler="synchronous"), expected)
     with xarray.open_zarr(store / "hidden.zarr", group=f"sites/{site.key}", consolidated=False) as found:
         np.testing.assert_array_equal(found["pre"].values, expected)
+
+
+def test_a_dask_array_is_of_the_store_that_was_opened(home, tmp_path):
+    """Another capture in the same place has as many tokens, and other numbers."""
+    pytest.importorskip("dask.array")
+    for model in ("gpt2", "other"):
+        states = HiddenStateStore(captured(home, tmp_path / "s", model)).open("transformer.h.0.ln_1")
+        np.testing.assert_array_equal(states.dask().compute(scheduler="synchronous"), states[:])
+        shutil.rmtree(tmp_path / "s")
 
 
 def test_the_bytes_are_those_that_were_said(home, tmp_path):

@@ -135,13 +135,13 @@ def test_a_directory_of_ones_own_is_left_as_it_was(home, tmp_path, monkeypatch):
     def failing(*args):
         raise StoreError("the disk is on fire")
 
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "mine")
     with monkeypatch.context() as patch:
         patch.setattr("normgeo.store_writer.write_commit", failing)
         with pytest.raises(StoreError, match="on fire"):
             captured(home, ".")
-        assert list((tmp_path / "mine").iterdir()) == []
+        assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/empty"]
         with pytest.raises(StoreError, match="on fire"):
             captured(home, tmp_path / "new")
         assert not (tmp_path / "new").exists()
