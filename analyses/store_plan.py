@@ -113,7 +113,7 @@ def bytes_and_files(
         directions = {d: Directions.seeded(d, NULL) for d in {site.d for site in sites}}
         statistics = AngleStatistics(sites, directions)
         state = sum(t.nbytes for t in statistics.state_dict().values()) + 16 * statistics.state["histogram"].numel()
-        scalars = bytes_needed(sites, n_tokens, BLOCK) if tier == "scalars" else 0
+        scalars = bytes_needed(sites, n_tokens, min(BLOCK, n_tokens)) if tier == "scalars" else 0
         arrays = 3 + 2 * len(sites)  # of tokens; of norm and angles, before and after
         return state + scalars, 1 + (arrays * -(-n_tokens // BLOCK) if scalars else 0)
     layout = Layout.of(sites, [dtype] * len(sites), TIERS[tier], n_tokens, **cut)
