@@ -60,6 +60,12 @@ inline void copy_line(const char* from, char* to, bool whole_lines) {
     const __m512i line = _mm512_loadu_si512(from);
     if (whole_lines) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
     else _mm512_storeu_si512(to, line);
+#elif defined(__AVX__)
+    for (int64_t i = 0; i < LINE; i += 32) {
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+        if (whole_lines) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), half);
+        else _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), half);
+    }
 #else
     (void)whole_lines;
     std::memcpy(to, from, LINE);
@@ -94,7 +100,7 @@ extern "C" uint32_t normgeo_crc32c(const char* x, int64_t n, char* out, void* pa
         for (int64_t i = begin; i < end; i++)
             found[i] = out ? block<true>(x + i * BLOCK, out + i * BLOCK, one, two)
                            : block<false>(x + i * BLOCK, nullptr, one, two);
-#ifdef __AVX512F__
+#ifdef __AVX__
         _mm_sfence();  // others may read what went past the caches
 #endif
     };

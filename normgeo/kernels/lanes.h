@@ -1,15 +1,24 @@
 // Vectors of N numbers as the compilers have them (GCC, Clang), and half precision read into them and rounded back.
+// Vectors wider than the processor's are correct, and slow: GCC takes them to pieces in memory.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 namespace normgeo {
+
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;  // float32 numbers in a vector of this processor's
+#elif defined(__AVX2__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
 
 template <int N>
 struct Of {
@@ -79,12 +88,29 @@ inline void narrow(typename Of<N>::Floats v, Float16* out) {
     }
 }
 
-#ifdef __AVX512F__  // GCC 12 takes the general forms to pieces
+// a * b + c, rounded once where the processor can: left to compilers, it is so in some loops and not in others.
+template <int N>
+inline typename Of<N>::Floats fused(typename Of<N>::Floats a, typename Of<N>::Floats b, typename Of<N>::Floats c) {
+    return a * b + c;
+}
+
+// GCC 12 takes the general forms to pieces.
+
+#ifdef __AVX2__
+#ifdef __FMA__
 
 template <>
-inline Of<16>::Floats widen<16>(const Bfloat16* x) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-    return reinterpret_cast<Of<16>::Floats>(_mm512_slli_epi32(wide, 16));
+inline Of<8>::Floats fused<8>(Of<8>::Floats a, Of<8>::Floats b, Of<8>::Floats c) {
+    return reinterpret_cast<Of<8>::Floats>(
+        _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+}
+
+#endif
+
+template <>
+inline Of<4>::Floats widen<4>(const Bfloat16* x) {
+    const __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+    return reinterpret_cast<Of<4>::Floats>(_mm_slli_epi32(wide, 16));
 }
 
 template <>
@@ -94,8 +120,48 @@ inline Of<8>::Floats widen<8>(const Bfloat16* x) {
 }
 
 template <>
+inline void narrow<8>(Of<8>::Floats v, Bfloat16* out) {
+    const __m256 floats = reinterpret_cast<__m256>(v);
+    const __m256i bits = _mm256_castps_si256(floats), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(floats, floats, _CMP_UNORD_Q));
+    const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
+    const __m128i low = _mm256_castsi256_si128(rounded), high = _mm256_extracti128_si256(rounded, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packus_epi32(low, high));
+}
+
+#ifdef __F16C__
+
+template <>
+inline Of<4>::Floats widen<4>(const Float16* x) {
+    return reinterpret_cast<Of<4>::Floats>(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+}
+
+template <>
 inline Of<8>::Floats widen<8>(const Float16* x) {
     return reinterpret_cast<Of<8>::Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+
+template <>
+inline void narrow<8>(Of<8>::Floats v, Float16* out) {
+    const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), halves);
+}
+
+#endif
+#endif
+#ifdef __AVX512F__
+
+template <>
+inline Of<16>::Floats fused<16>(Of<16>::Floats a, Of<16>::Floats b, Of<16>::Floats c) {
+    return reinterpret_cast<Of<16>::Floats>(
+        _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+
+template <>
+inline Of<16>::Floats widen<16>(const Bfloat16* x) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return reinterpret_cast<Of<16>::Floats>(_mm512_slli_epi32(wide, 16));
 }
 
 template <>
@@ -112,7 +178,7 @@ inline void narrow<16>(Of<16>::Floats v, Float16* out) {
 template <>
 inline void narrow<16>(Of<16>::Floats v, Bfloat16* out) {
 #ifdef __AVX512BF16__  // makes subnormal numbers zero
-    const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+    const __m512bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
     std::memcpy(out, &halves, sizeof halves);
 #else
     const __m512i bits = reinterpret_cast<__m512i>(v), one = _mm512_set1_epi32(1);

@@ -1,32 +1,77 @@
 // LayerNorm, RMSNorm and CRMSNorm of rows, alone or of a residual stream that is added to in place. Each row is read once
-// from memory; sums are accumulated in float32 in 4 x 16 parts. A norm may be written over what was added to the stream:
+// from memory; sums are accumulated in float32, in 4 vectors. A norm may be written over what was added to the stream:
 // that is in the caches already, and nothing else then has to be fetched or evicted.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
+#include <type_traits>
+
 #include "lanes.h"
 
 namespace normgeo {
 
-constexpr int N = 16, PARTS = 4;
+constexpr int N = NATIVE, PARTS = 4;
 typedef Of<N>::Floats Floats;
+
+#ifdef __AVX512BF16__
+constexpr bool WORDS = false;  // an instruction rounds a vector
+#else
+constexpr bool WORDS = true;
+#endif
 
 enum Kind { LAYER = 0, RMS = 1, CRMS = 2, CRMS_PADDED = 3 };
 
-template <class T>
-inline Floats get(const T* x, int64_t n) {
-    if (n >= N) return widen<N>(x);
-    T some[N] = {};
-    std::memcpy(some, x, n * sizeof(T));
-    return widen<N>(some);
+// K vectors: one of numbers as they lie, or two of bfloat16, the even ones and the odd ones. Two of those are a word, which
+// a shift and a mask take apart without moving anything. What they are made of must be bfloat16 too: then what is not a
+// number has bits of one, and stays so when it is rounded.
+template <int K>
+struct Pack {
+    Floats parts[K];
+};
+
+template <int K, class F>
+inline Pack<K> each(const F& f) {
+    Pack<K> out;
+    for (int k = 0; k < K; k++) out.parts[k] = f(k);
+    return out;
 }
 
-template <class T>
-inline void put(Floats v, T* out, int64_t n) {
-    if (n >= N) return narrow<N>(v, out);
-    T some[N];
-    narrow<N>(v, some);
+template <int K, class T>
+inline Pack<K> get_whole(const T* x) {
+    if constexpr (K == 1) return {widen<N>(x)};
+    else {
+        const auto words = read<typename Of<N>::Words>(x);
+        return {cast<Floats>(words << 16), cast<Floats>(words & 0xffff0000u)};
+    }
+}
+
+template <int K, class T>
+inline void put_whole(const Pack<K>& v, T* out) {
+    if constexpr (K == 1) narrow<N>(v.parts[0], out);
+    else {
+        auto up = [](Floats part) {  // to nearest, ties to even, in the upper half
+            const auto bits = cast<typename Of<N>::Words>(part);
+            return bits + (((bits >> 16) & 1u) + 0x7fffu);
+        };
+        const auto words = (up(v.parts[0]) >> 16) | (up(v.parts[1]) & 0xffff0000u);
+        std::memcpy(out, &words, sizeof words);
+    }
+}
+
+template <int K, class T>
+inline Pack<K> get(const T* x, int64_t n) {
+    if (n >= K * N) return get_whole<K>(x);
+    T some[K * N] = {};
+    std::memcpy(some, x, n * sizeof(T));
+    return get_whole<K>(some);
+}
+
+template <int K, class T>
+inline void put(const Pack<K>& v, T* out, int64_t n) {
+    if (n >= K * N) return put_whole<K>(v, out);
+    T some[K * N];
+    put_whole<K>(v, some);
     std::memcpy(out, some, n * sizeof(T));
 }
 
@@ -39,12 +84,12 @@ inline float total(const Floats* parts) {
     return sums[0];
 }
 
-template <class F>
+template <int K, class F>
 inline void along(int64_t d, const F& body) {  // body(place, numbers there, part of the sum)
     int64_t j = 0;
     for (; j + N * PARTS <= d; j += N * PARTS)
-        for (int p = 0; p < PARTS; p++) body(j + p * N, int64_t(N), p);
-    for (int p = 0; j < d; j += N, p++) body(j, d - j < N ? d - j : int64_t(N), p);
+        for (int p = 0; p < PARTS; p += K) body(j + p * N, int64_t(K * N), p);
+    for (int p = 0; j < d; j += K * N, p += K) body(j, d - j < K * N ? d - j : int64_t(K * N), p);
 }
 
 struct Affine {
@@ -53,30 +98,33 @@ struct Affine {
 };
 
 // residual += x, rounded to its dtype; then sum and sum of squares of what is there.
-template <class T, class X, bool ADD, bool SUM>
+template <int K, class T, class X, bool ADD, bool SUM>
 inline void moments(T* residual, const X* x, int64_t d, float* sum, float* square) {
     Floats sums[PARTS] = {}, squares[PARTS] = {};
-    along(d, [&](int64_t j, int64_t n, int p) {
-        Floats v = get(residual + j, n);
+    along<K>(d, [&](int64_t j, int64_t n, int p) {
+        Pack<K> v = get<K>(residual + j, n);
         if (ADD) {
-            v += get(x + j, n);
-            put(v, residual + j, n);
-            if constexpr (sizeof(T) < sizeof(float)) v = get(residual + j, n);
+            const Pack<K> more = get<K>(x + j, n);
+            put<K>(each<K>([&](int k) { return v.parts[k] + more.parts[k]; }), residual + j, n);
+            v = get<K>(residual + j, n);
         }
-        if (SUM) sums[p] += v;
-        squares[p] += v * v;
+        for (int k = 0; k < K; k++) {
+            if (SUM) sums[p + k] += v.parts[k];
+            squares[p + k] = fused<N>(v.parts[k], v.parts[k], squares[p + k]);
+        }
     });
     *sum = SUM ? total(sums) : 0.0f;
     *square = total(squares);
 }
 
-template <class T>
+template <int K, class T>
 inline float centered_square(const T* x, int64_t d, float mean) {
     Floats squares[PARTS] = {};
-    along(d, [&](int64_t j, int64_t n, int p) {
-        Floats v = get(x + j, n) - mean;
-        for (int64_t i = n; i < N; i++) v[i] = 0;
-        squares[p] += v * v;
+    along<K>(d, [&](int64_t j, int64_t n, int p) {
+        const Pack<K> read = get<K>(x + j, n);
+        Pack<K> v = each<K>([&](int k) { return read.parts[k] - mean; });
+        for (int64_t i = n; i < K * N; i++) v.parts[i % K][i / K] = 0;
+        for (int k = 0; k < K; k++) squares[p + k] = fused<N>(v.parts[k], v.parts[k], squares[p + k]);
     });
     return total(squares);
 }
@@ -84,27 +132,39 @@ inline float centered_square(const T* x, int64_t d, float mean) {
 // x and out may be the same memory: a row is written when all of it has been read.
 template <class T, class X, class Z, class W, bool ADD>
 void norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, float eps, int kind) {
+    constexpr int K = WORDS && std::is_same_v<T, Bfloat16> && std::is_same_v<W, Bfloat16> ? 2 : 1;
     float sum, square, mean = 0;
-    if (kind == RMS) moments<T, X, ADD, false>(residual, x, d, &sum, &square);
-    else moments<T, X, ADD, true>(residual, x, d, &sum, &square);
+    if (kind == RMS) moments<K, T, X, ADD, false>(residual, x, d, &sum, &square);
+    else moments<K, T, X, ADD, true>(residual, x, d, &sum, &square);
     if (kind == LAYER) {
         mean = sum / d;
-        square = centered_square(residual, d, mean);
+        square = centered_square<K>(residual, d, mean);
     } else if (kind != RMS) {
         square += sum * sum;
     }
     const float scale = 1 / std::sqrt(square / (d + (kind == CRMS)) + eps), offset = affine.offset;
     const W *weight = static_cast<const W*>(affine.weight), *bias = static_cast<const W*>(affine.bias);
-    const T* from = residual;
-    if (!weight && !bias) along(d, [&](int64_t j, int64_t n, int) { put((get(from + j, n) - mean) * scale, out + j, n); });
-    else if (!bias) along(d, [&](int64_t j, int64_t n, int) {
-        put((get(from + j, n) - mean) * scale * (get(weight + j, n) + offset), out + j, n);
-    });
-    else if (!weight) along(d, [&](int64_t j, int64_t n, int) {
-        put((get(from + j, n) - mean) * scale + get(bias + j, n), out + j, n);
-    });
-    else along(d, [&](int64_t j, int64_t n, int) {
-        put((get(from + j, n) - mean) * scale * (get(weight + j, n) + offset) + get(bias + j, n), out + j, n);
+    auto write = [&](auto at) {  // at(v, place, numbers there)
+        along<K>(d, [&](int64_t j, int64_t n, int) { put<K>(at(get<K>(residual + j, n), j, n), out + j, n); });
+    };
+    auto gain = [&](const Pack<K>& v, int64_t j, int64_t n) {
+        const Pack<K> w = get<K>(weight + j, n);
+        return each<K>([&](int k) { return v.parts[k] * scale * w.parts[k]; });
+    };
+    auto plus = [&](const Pack<K>& v, int64_t j, int64_t n) {
+        const Pack<K> b = get<K>(bias + j, n);
+        return each<K>([&](int k) { return v.parts[k] + b.parts[k]; });
+    };
+    if (kind != LAYER && weight && offset == 0) {
+        if (bias) write([&](const Pack<K>& v, int64_t j, int64_t n) { return plus(gain(v, j, n), j, n); });
+        else write(gain);
+    } else write([&](Pack<K> v, int64_t j, int64_t n) {  // what is rare
+        v = each<K>([&](int k) { return (v.parts[k] - mean) * scale; });
+        if (weight) {
+            const Pack<K> w = get<K>(weight + j, n);
+            v = each<K>([&](int k) { return v.parts[k] * (w.parts[k] + offset); });
+        }
+        return bias ? plus(v, j, n) : v;
     });
 }
 

@@ -16,21 +16,25 @@ inline float number(float x) { return x; }
 inline float number(Bfloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
 inline float number(Float16 x) { return static_cast<float>(cast<_Float16>(x)); }
 
+constexpr int at_most_native(int n) { return n < NATIVE ? n : NATIVE; }
+
 // Numbers that torch sums at once, 4 vectors of L: `parts`, in which number i is at `place(i)`.
 template <class T, int L>
 struct Block {
-    static constexpr int SIZE = 4 * L, PARTS = 4;
-    typedef typename Of<L>::Floats Floats;
+    static constexpr int SIZE = 4 * L, WIDTH = at_most_native(L), PARTS = SIZE / WIDTH;
+    typedef typename Of<WIDTH>::Floats Floats;
     Floats parts[PARTS];
 
     static constexpr int64_t place(int64_t i) { return i; }
 
     static Block read(const T* x) {
-        return {widen<L>(x), widen<L>(x + L), widen<L>(x + 2 * L), widen<L>(x + 3 * L)};
+        Block out;
+        for (int k = 0; k < PARTS; k++) out.parts[k] = widen<WIDTH>(x + k * WIDTH);
+        return out;
     }
 
     void write(T* out) const {
-        for (int k = 0; k < 4; k++) narrow<L>(parts[k], out + k * L);
+        for (int k = 0; k < PARTS; k++) narrow<WIDTH>(parts[k], out + k * WIDTH);
     }
 
     Block rounded() const {
@@ -44,16 +48,24 @@ struct Block {
 // is not a number, for a row with such a one is none of ours.
 template <int L>
 struct Block<Bfloat16, L> {
-    static constexpr int SIZE = 4 * L, PARTS = 2;
-    typedef typename Of<2 * L>::Floats Floats;
-    typedef typename Of<2 * L>::Words Words;
-    Floats parts[PARTS];
+    static constexpr int SIZE = 4 * L, WIDTH = at_most_native(2 * L), PARTS = SIZE / WIDTH;
+    typedef typename Of<WIDTH>::Floats Floats;
+    typedef typename Of<WIDTH>::Words Words;
+    Floats parts[PARTS];  // of every two, the first has the even numbers and the second the odd ones
 
-    static constexpr int64_t place(int64_t i) { return i / 2 + i % 2 * (2 * L); }
+    static constexpr int64_t place(int64_t i) {
+        const int64_t word = i / 2;
+        return (word / WIDTH * 2 + i % 2) * WIDTH + word % WIDTH;
+    }
 
     static Block read(const Bfloat16* x) {
-        const Words words = normgeo::read<Words>(x);
-        return {cast<Floats>(words << 16), cast<Floats>(words & 0xffff0000u)};
+        Block out;
+        for (int k = 0; k < PARTS; k += 2) {
+            const Words words = normgeo::read<Words>(x + k * WIDTH);
+            out.parts[k] = cast<Floats>(words << 16);
+            out.parts[k + 1] = cast<Floats>(words & 0xffff0000u);
+        }
+        return out;
     }
 
     static Words up(Floats v) {  // to nearest, ties to even, in the upper half
@@ -62,12 +74,16 @@ struct Block<Bfloat16, L> {
     }
 
     void write(Bfloat16* out) const {
-        const Words words = (up(parts[0]) >> 16) | (up(parts[1]) & 0xffff0000u);
-        std::memcpy(out, &words, sizeof words);
+        for (int k = 0; k < PARTS; k += 2) {
+            const Words words = (up(parts[k]) >> 16) | (up(parts[k + 1]) & 0xffff0000u);
+            std::memcpy(out + k * WIDTH, &words, sizeof words);
+        }
     }
 
     Block rounded() const {
-        return {cast<Floats>(up(parts[0]) & 0xffff0000u), cast<Floats>(up(parts[1]) & 0xffff0000u)};
+        Block out;
+        for (int k = 0; k < PARTS; k++) out.parts[k] = cast<Floats>(up(parts[k]) & 0xffff0000u);
+        return out;
     }
 };
 
@@ -130,7 +146,7 @@ float sum_of_squares(const T* x, int64_t d) {
 }
 
 template <class T>
-using Some = Block<T, sizeof(T) == sizeof(float) || std::is_same<T, Float16>::value ? 16 : 8>;
+using Some = Block<T, std::is_same<T, Bfloat16>::value ? NATIVE / 2 : NATIVE>;
 
 // out = x * scale, rounded to x's dtype first if `halfway`, and times gamma, whose numbers are where blocks have them.
 template <class T>
