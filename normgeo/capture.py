@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
@@ -16,20 +15,12 @@ from torch import Tensor
 from normgeo.angles import AngleTable, new_statistics
 from normgeo.cost import cost
 from normgeo.errors import NormGeoError, StoreError
+from normgeo.job import Job, RunConfig, check_same, prepare
 from normgeo.objects import storage_at
 from normgeo.progress import progress_bar
 from normgeo.ranks import Ranks
 from normgeo.rebuild import Rebuild, find_rebuild
-from normgeo.runs import (
-    Job,
-    RunConfig,
-    check_same,
-    disk_explained,
-    new_record,
-    now,
-    prepare,
-    write_results,
-)  # fmt: skip
+from normgeo.runs import disk_explained, new_record, now, write_results
 from normgeo.statistics import AngleStatistics
 from normgeo.storage import Storage
 from normgeo.store import ChunkReader, HiddenStateStore
@@ -161,7 +152,8 @@ def _capture(
     announce: Callable[[str], None], progress: bool,
 ) -> AngleTable | None:  # fmt: skip
     ranks.take_gpu(config.run.device, config.run.device_map)
-    job = prepare(config.run, config.run.models[0])
+    before = record and record["provenance"]["identity"]["about"]
+    job = prepare(config.run, config.run.models[0], before=before, first=ranks.first)
     plan, where = _planned(config, job), str(storage)
     with ExitStack() as held, disk_explained(where), ranks.told_to_end():
         about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
@@ -312,7 +304,8 @@ def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows:
     statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage), plan.layout
     exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
     mine = set(rows)
-    batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch))
+    start = job.tokens.batch_start(min(mine) * layout.chunk, config.run.batch)
+    batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch, start))
     total = sum(layout.stop(row) - row * layout.chunk for row in rows)
     with (
         progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
@@ -340,16 +333,15 @@ def _tokens_of(rows: Set[int], layout: Layout, batch: TokenBatch) -> int:
 
 
 def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
-    """Refuse tokens that are not those already stored."""
-    chunk, ids = store.layout.chunk, store.layout.arrays[0]
-    stored = functools.lru_cache(1)(lambda row: ChunkReader(store, ids, row).read(store.layout.stop(row) - row * chunk))
-    last, done = max(store.committed, default=-1), 0
-    for context, _ in tokens.contexts():
-        for row in range(done // chunk, (done + len(context) - 1) // chunk + 1):
-            if row > last:
-                return
-            start, stop = max(done, row * chunk), min(done + len(context), store.layout.stop(row))
-            there = stored(row)[start - row * chunk : stop - row * chunk] if row in store.committed else None
-            if there is not None and not np.array_equal(context[start - done : stop - done], there):
-                raise StoreError(f"{store.storage} holds other tokens in row {row}: another tokenizer or other data")
-        done += len(context)
+    """Refuse tokens that are not those already stored: in the first row that is, and in the last.
+
+    Not in every one, for which all text before the last would be tokenized again: with one more token or one fewer
+    anywhere, the last has others; and data and tokenizers of other bytes are refused for that.
+    """
+    rows, ids = store.committed.keys(), store.layout.arrays[0]
+    for row in sorted({min(rows), max(rows)}) if rows else ():
+        start, stop = row * store.layout.chunk, store.layout.stop(row)
+        begin = tokens.batch_start(start, 1)
+        now = np.concatenate([batch.ids.ravel() for batch in tokens.batches(stop, 1, begin)])[start - begin :]
+        if not np.array_equal(now, ChunkReader(store, ids, row).read(stop - start)):
+            raise StoreError(f"{store.storage} holds other tokens in row {row}: another tokenizer or other data")

@@ -24,7 +24,8 @@ import pandas as pd
 from normgeo import figures, training_figures
 from normgeo.angles import measure_angles
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.runs import SAME, Job, RunConfig, check_same, disk_explained, new_record, now, prepare, safe_name
+from normgeo.job import SAME, Job, RunConfig, check_same, prepare
+from normgeo.runs import disk_explained, new_record, now, safe_name
 from normgeo.training_state import whole_directory, write_json
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
@@ -166,7 +167,8 @@ def measure_checkpoints(
     done = {point: pd.read_parquet(file) for point, file in files.items() if file is not None and file.is_file()}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
-        job = prepare(config, str(point.path))
+        before = next((about for other, about in abouts.items() if other.model == point.model), None)
+        job = prepare(config, str(point.path), before=before)
         about = job.about | {"sites": [site.key for site in job.sites]}
         where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
         for other, then in abouts.items():  # a table of one model is of one text, cut in one way

@@ -302,7 +302,8 @@ def compare_run(
     if naive:
         first = next(iter(models))
         models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
-    n_tokens = n_tokens or _at_most(tokens, DEFAULT_TOKENS)
+    if n_tokens is None:
+        tokens, n_tokens = tokens.counted(DEFAULT_TOKENS)
     announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
     result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
                      progress=progress)  # fmt: skip
@@ -342,16 +343,6 @@ def _shared_tokenizer(names: tuple[str, str], trust_remote_code: bool) -> Any:
             f"{len(second):,} tokens); compare models with the same tokenizer, or give token ids as .npy"
         )
     return second if first is None else first
-
-
-def _at_most(tokens: TokenStream, most: int) -> int:
-    """So many tokens, or all of them where there are fewer."""
-    total = 0
-    for ids, _ in tokens.contexts():
-        total += len(ids)
-        if total >= most:
-            return most
-    return total
 
 
 def _check_writable(out: Path) -> None:

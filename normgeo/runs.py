@@ -15,83 +15,29 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
-from transformers import PreTrainedModel
 
 from normgeo import figures
-from normgeo.angles import AngleTable, new_statistics, select_sites
+from normgeo.angles import AngleTable, new_statistics
 from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
 from normgeo.files import write_whole
-from normgeo.models import (
-    EMBEDDED,
-    load_model,
-    load_tokenizer,
-    max_context,
-    pick_dtype,
-    tokenizer_digest,
-    usable_device,
-    weights_digest,
-)
+from normgeo.job import Job, RunConfig, check_same, prepare
+from normgeo.models import EMBEDDED
 from normgeo.progress import progress_bar
 from normgeo.scalars import ScalarWriter, bytes_needed
-from normgeo.sites import NormSite, find_sites
 from normgeo.statistics import AngleStatistics
-from normgeo.stream import check_context, stream
-from normgeo.timing import device_name
-from normgeo.tokens import TokenStream, load_tokens
+from normgeo.stream import stream
 
 __all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
-
-BLOCK_TOKENS = 16_384
-KEEP_SCALARS_UP_TO = 2_000_000
-DEFAULT_TOKENS = 1_000_000
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything that decides what a run's numbers are, as the command line gives it; None is the default."""
-
-    models: tuple[str, ...] = tuple(EMBEDDED)
-    data: str | None = None
-    tokens: int | None = None
-    context: int | None = None
-    batch: int = 8
-    dtype: str | None = None
-    device: str = "auto"
-    device_map: str | None = None
-    null: int = 256
-    null_every: int = 16
-    seed: int = 0
-    sites: str | None = None
-    qk: bool = False
-    keep: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        least_of = (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1), ("seed", 0))
-        for name, least in least_of:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
-        pick_dtype(self.dtype, self.device)
-        if self.keep not in (None, "scalars", "none"):
-            raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
-
-    @property
-    def source(self) -> str:
-        """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
-        return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
 
 
 def default_out(models: tuple[str, ...]) -> Path:
@@ -189,7 +135,7 @@ def _execute(
     """
     tables = []
     for name in config.models:
-        job = prepare(config, name)
+        job = prepare(config, name, before=record["models"].get(name))
         if record["status"] == "new":  # only now is it known that the model and the data exist
             record = new_record(config)
         check_same(record["models"].setdefault(name, job.about), job.about, out)
@@ -238,96 +184,9 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-SAME = ("weights_sha256", "tokenizer_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
-
-
-def check_same(then: dict[str, Any], now: dict[str, Any], out: Path | str, keys: Sequence[str] = SAME) -> None:
-    """Refuse to go on where what a run was started with is no longer what is there."""
-    for key in keys:
-        if then.get(key) != now[key]:
-            raise RunError(
-                f"{out} was started with another {key.replace('_', ' ')}: {str(then.get(key))[:80]}, now "
-                f"{str(now[key])[:80]}; start a new run"
-            )
-
-
 def safe_name(name: str) -> str:
     """A model's name as the name of a file: what `state` and `scalars.zarr` call it."""
     return name.strip("/").replace("/", "--")
-
-
-@dataclass(frozen=True)
-class Job:
-    label: str
-    model: PreTrainedModel
-    tokens: TokenStream
-    sites: list[NormSite]
-    n_tokens: int
-    bos: int | None
-    keep: bool
-    block: int
-    about: dict[str, Any]
-
-
-def prepare(config: RunConfig, name: str) -> Job:
-    device = usable_device(config.device)
-    trust = config.trust_remote_code
-    model = load_model(
-        name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
-        revision=config.revision, trust_remote_code=trust,
-    )  # fmt: skip
-    tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
-    is_ids = config.source.endswith(".npy")
-    context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
-    if context is not None:
-        check_context(model, context)
-    tokens = load_tokens(config.source, tokenizer, context)
-    check_context(model, tokens.context)
-    n_tokens = _number(tokens, config.tokens)
-    sites = select_sites(find_sites(model, qk=config.qk), config.sites)
-    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
-    keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
-    about = {
-        "model": name,
-        "class": type(model).__name__,
-        "parameters": model.num_parameters(),
-        "weights_sha256": weights_digest(model),
-        "revision": getattr(model.config, "_commit_hash", None),
-        "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
-        "tokenizer_sha256": None if is_ids or tokenizer is None else tokenizer_digest(tokenizer),
-        "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
-        "data": tokens.source,
-        "data_sha256": tokens.digest,
-        "packing": tokens.packing,
-        "context": tokens.context,
-        "n_tokens": n_tokens,
-        "bos": bos,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
-        "sites": [asdict(site) for site in sites],
-    }
-    at_once = config.batch * tokens.context
-    block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
-    label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
-    return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
-
-
-def _number(tokens: TokenStream, asked: int | None) -> int:
-    """So many tokens as were asked for; else a million, or all of them where a local source has fewer.
-
-    Raises:
-        DataError: a local source has fewer than were asked for. Said before anything is measured or written.
-    """
-    most, total = asked or DEFAULT_TOKENS, 0
-    if tokens.digest.startswith("wikimedia/") or (tokens.n_tokens or 0) >= most:
-        return most
-    for ids, _ in tokens.contexts():
-        total += len(ids)
-        if total >= most:
-            return most
-    if asked is not None:
-        raise tokens.too_short(total, asked)
-    return total
 
 
 def _measure(
@@ -356,7 +215,7 @@ def _measure(
             done += batch.n_tokens
             uncommitted += batch.n_tokens
             chain = hashlib.sha256(chain.encode() + batch.ids.tobytes()).hexdigest()
-            if uncommitted >= BLOCK_TOKENS or done == job.n_tokens:
+            if uncommitted >= job.block or done == job.n_tokens:
                 if writer is not None:
                     writer.flush()
                 about = {"tokens_done": str(done), "tokens_sha256": chain}

@@ -21,6 +21,7 @@ from torch import Tensor
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.kernels.checksum import checksum
 from normgeo.objects import storage_at
+from normgeo.packing import Context
 from normgeo.rebuild import Rebuild, standardized
 from normgeo.sites import NormSite
 from normgeo.storage import Storage
@@ -337,9 +338,10 @@ class HiddenStateStore:
             self._contexts, about["context"], str(self.storage), about["data_sha256"], about["packing"], self.n_tokens
         )
 
-    def _contexts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _contexts(self, start: int = 0) -> Iterator[Context]:
         readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
         ids, owner, position = (np.empty(0, np.int64) for _ in readers)
+        done = 0  # tokens before these
         for commit in self.commit_log:
             n = commit.stop - commit.start
             ids, owner, position = (
@@ -347,9 +349,10 @@ class HiddenStateStore:
                 for old, reader in zip((ids, owner, position), readers, strict=True)
             )
             starts = [*np.flatnonzero(position == 0).tolist()]
-            for start, stop in itertools.pairwise(starts):
-                yield ids[start:stop], owner[start:stop]
+            for begin, stop in itertools.pairwise(starts):
+                if done + begin >= start:
+                    yield ids[begin:stop], owner[begin:stop]
             rest = starts[-1] if starts else 0
-            ids, owner, position = ids[rest:], owner[rest:], position[rest:]
-        if len(ids):
+            ids, owner, position, done = ids[rest:], owner[rest:], position[rest:], done + rest
+        if len(ids) and done >= start:
             yield ids, owner

@@ -23,8 +23,8 @@ from normgeo.angles import new_statistics
 from normgeo.capture import CaptureConfig, start_capture
 from normgeo.files import check_folder
 from normgeo.geometry import Directions
+from normgeo.job import Job, RunConfig, prepare
 from normgeo.memory import memory_kept
-from normgeo.runs import Job, RunConfig, prepare
 from normgeo.scan import angles_from_store
 from normgeo.sites import NormSite
 from normgeo.statistics import AngleStatistics

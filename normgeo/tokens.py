@@ -1,7 +1,6 @@
 """Token streams: Wikipedia through `datasets`, files, arrays of ids, and the sample that ships with the package.
 
-A stream is a sequence of contexts: runs of token ids that a model sees together. Text is packed: the documents' ids
-follow each other, special tokens included, and are cut every `context` ids, so that there is no padding anywhere.
+A stream is a sequence of contexts: runs of token ids that a model sees together. Text is packed, without padding.
 """
 
 from __future__ import annotations
@@ -10,23 +9,24 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from normgeo.errors import DataError
+from normgeo.packing import Context, Packed
 
 __all__ = ["SAMPLE", "TokenBatch", "TokenStream", "load_tokens", "read_documents"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
-DOCUMENTS_AT_ONCE = 16
+KEPT_TOKENS = 1 << 22
+"""Of so many tokens that were counted the ids are kept, 64 MiB of them, and not made again."""
 
-Context = tuple[np.ndarray, np.ndarray]
-"""Token ids and the document each belongs to, both int64 [time]."""
+CHECKED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,55 +59,91 @@ class TokenStream:
     """A source of contexts that can be read from its beginning any number of times.
 
     Attributes:
-        contexts: starts a new pass over the contexts.
-        context: the length of every context but the last.
+        contexts: starts a new pass over the contexts, from a token on that begins one.
+        context: the length of every context but the last, and the last of every row of an array.
         source: what the tokens come from, in words.
         digest: sha256 of the file or array, or the data set's own name and revision.
         packing: how documents became contexts, in words.
         n_tokens: how many tokens there are, where that is known before reading.
+        marks: where text can be entered; see `Packed`.
+        even: every context but the last of all has the same length.
     """
 
-    contexts: Callable[[], Iterator[Context]]
+    contexts: Callable[[int], Iterator[Context]]
     context: int
     source: str
     digest: str
     packing: str
     n_tokens: int | None = None
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
+    even: bool = True
 
     @classmethod
     def from_array(cls, ids: Any, *, context: int | None = None, source: str = "array") -> TokenStream:
         """Token ids whose rows are sequences, or one long sequence; rows longer than `context` are cut.
 
+        An array in a file (`np.load(path, mmap_mode="r")`) stays there: of it only what is being read is in memory.
+
         Raises:
             DataError: the array is empty or holds something else than ids >= 0.
 
         >>> stream = TokenStream.from_array([[5, 6, 7], [8, 9, 10]], context=2)
-        >>> [ids.tolist() for ids, _ in stream.contexts()]
+        >>> [ids.tolist() for ids, _ in stream.contexts(0)]
         [[5, 6], [7], [8, 9], [10]]
         """
         rows = np.atleast_2d(np.asarray(ids))
-        whole = rows.ndim == 2 and rows.size and rows.dtype.kind in "iu"
-        if not whole or rows.astype(np.int64).min() < 0:  # of unsigned ids the largest are negative too
+        digest = _digest(rows) if rows.ndim == 2 and rows.size and rows.dtype.kind in "iu" else None
+        if digest is None:
             raise DataError(
                 f"{source}: token ids must be a non-empty [sequences, time] array of integers >= 0; received "
                 f"shape {rows.shape}, dtype {rows.dtype}"
             )
-        rows = rows.astype(np.int64)
-        length = min(context or rows.shape[1], rows.shape[1])
+        width = rows.shape[1]
+        length = min(context or width, width)
 
-        def contexts() -> Iterator[Context]:
-            for document, row in enumerate(rows):
-                for start in range(0, len(row), length):
-                    piece = row[start : start + length]
+        def contexts(start: int = 0) -> Iterator[Context]:
+            for document in range(start // width, len(rows)):
+                for cut in range(max(0, start - document * width), width, length):
+                    piece = rows[document, cut : cut + length].astype(np.int64)
                     yield piece, np.full(len(piece), document)
 
-        digest = hashlib.sha256(repr(rows.shape).encode() + rows.tobytes()).hexdigest()
-        return cls(contexts, length, source, digest, "each row is a sequence", rows.size)
+        even = len(rows) == 1 or width % length == 0
+        return cls(contexts, length, source, digest, "each row is a sequence", rows.size, even=even)
+
+    def counted(self, most: int) -> tuple[TokenStream, int]:
+        """The same stream, and how many tokens it has: all there are, or `most` where there are more.
+
+        Text is read for it, and marked. Of a short one the ids are kept, to be what comes up to there.
+        """
+        if self.n_tokens is not None:
+            return self, min(self.n_tokens, most)
+        kept: list[Context] = []
+        total = 0
+        for ids, document in self.contexts(0):
+            total += len(ids)
+            if total <= KEPT_TOKENS:
+                kept.append((ids, document))
+            if total >= most:
+                break
+        if total > KEPT_TOKENS:
+            return self, min(total, most)
+
+        def contexts(start: int = 0) -> Iterator[Context]:
+            yield from kept[start // self.context :]
+            if total >= most:  # there may be more
+                yield from self.contexts(max(start, total))
+
+        return replace(self, contexts=contexts), min(total, most)
+
+    def batch_start(self, token: int, rows: int) -> int:
+        """Where a batch of up to `rows` contexts begins that has this token, or some batch before it."""
+        return token - token % (rows * self.context) if self.even else 0
 
     def batches(self, limit: int | None, rows: int, start: int = 0) -> Iterator[TokenBatch]:
         """Batches of up to `rows` contexts of equal length: the tokens from `start` up to exactly `limit`.
 
-        `start` must be the beginning of a context. With `limit` None all tokens come.
+        `start` must be the beginning of a context, and of a batch if those that come should be the same. With `limit`
+        None all tokens come.
 
         Raises:
             DataError: the stream ends before `limit`, or `limit` or `rows` is below 1.
@@ -123,12 +159,11 @@ class TokenStream:
 
     def _between(self, start: int, limit: int | None) -> Iterator[Context]:
         """The contexts from token `start` on, the last one cut so that they end exactly at token `limit`."""
-        done = 0
-        for ids, document in self.contexts():
+        done = start
+        for ids, document in self.contexts(start):
             if limit is not None and done >= limit:
                 return
-            if done >= start:
-                yield (ids, document) if limit is None else (ids[: limit - done], document[: limit - done])
+            yield (ids, document) if limit is None else (ids[: limit - done], document[: limit - done])
             done += len(ids)
         if limit is not None and done < limit:
             raise self.too_short(done, limit)
@@ -138,6 +173,17 @@ class TokenStream:
         return DataError(
             f"{self.source} ends after {there:,} tokens, {asked:,} were asked for; ask for fewer, or give more data"
         )
+
+
+def _digest(rows: np.ndarray) -> str | None:
+    """sha256 of the shape and of all ids as int64; None where one is negative, as int64 too."""
+    digest, ids = hashlib.sha256(repr(rows.shape).encode()), rows.reshape(-1)
+    for start in range(0, len(ids), CHECKED_AT_ONCE):
+        some = ids[start : start + CHECKED_AT_ONCE].astype(np.int64)  # of unsigned ids the largest are negative too
+        if some.min() < 0:
+            return None
+        digest.update(some.tobytes())
+    return digest.hexdigest()
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -236,51 +282,20 @@ def load_tokens(
     else:
         path = SAMPLE if data == "sample" else Path(data)
         source = "sample" if data == "sample" else str(path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         documents = functools.partial(read_documents, path)
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
-    return _pack(kept, tokenizer, context or 1024, source, digest)
+    context = context or 1024
+    packed = Packed(kept, tokenizer, context)
+    if next(packed(), None) is None:
+        raise DataError(f"{source} has no text in it")
+    packing = f"documents packed one after the other ({packed.between}), cut every {context} tokens, no padding"
+    return TokenStream(packed, context, source, digest, packing, marks=packed.marks)
 
 
 def _load_ids(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False)
+        return np.load(path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"cannot read token ids from {path}: {error}") from error
-
-
-def _pack(
-    documents: Callable[[], Iterable[str]], tokenizer: Any, context: int, source: str, digest: str
-) -> TokenStream:
-    ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
-    separator = [] if _adds_special_tokens(tokenizer) else ends[:1]
-
-    def contexts() -> Iterator[Context]:
-        ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)
-        for number, encoded in enumerate(_encode(documents(), tokenizer)):
-            ids = np.concatenate([ids, np.asarray(encoded + separator, np.int64)])
-            owner = np.concatenate([owner, np.full(len(encoded) + len(separator), number)])
-            whole = len(ids) - len(ids) % context
-            for start in range(0, whole, context):
-                yield ids[start : start + context], owner[start : start + context]
-            ids, owner = ids[whole:], owner[whole:]
-        if len(ids):
-            yield ids, owner
-
-    first = next(contexts(), None)
-    if first is None:
-        raise DataError(f"{source} has no text in it")
-    between = f"token {separator[0]} after each" if separator else "nothing between"
-    between = "the tokenizer's special tokens" if _adds_special_tokens(tokenizer) else between
-    packing = f"documents packed one after the other ({between}), cut every {context} tokens, no padding"
-    return TokenStream(contexts, context, source, digest, packing)
-
-
-def _adds_special_tokens(tokenizer: Any) -> bool:
-    return len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
-
-
-def _encode(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    texts = (text for text in documents if text.strip())
-    while chunk := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
-        yield from tokenizer(chunk, verbose=False)["input_ids"]

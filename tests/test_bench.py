@@ -8,7 +8,7 @@ import torch
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import find_sites, memory, models, runs, store_bench
+from normgeo import find_sites, job, memory, models, store_bench
 from normgeo.bench import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
@@ -62,13 +62,13 @@ def test_peak_memory_is_that_of_the_measurement():
 
 
 def test_an_empty_stream_is_refused():
-    empty = TokenStream(lambda: iter(()), 4, "nothing", "", "")
+    empty = TokenStream(lambda start: iter(()), 4, "nothing", "", "")
     with pytest.raises(DataError, match="no tokens"):
         bench_stream(tiny("gpt2"), empty)
 
 
 def test_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: runs.BLOCK_TOKENS * 1.0)
+    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: job.BLOCK_TOKENS * 1.0)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
     frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=2)
     of = frame.set_index("variant")

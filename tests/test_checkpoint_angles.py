@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import normgeo.runs
+import normgeo.job
 from normgeo import checkpoint_angles, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.checkpoint_angles import find_checkpoints, measure_checkpoints, resume_checkpoints, start_checkpoints
 from normgeo.corpus import Shuffled
@@ -178,7 +178,7 @@ def test_norms_of_no_layer_alone_are_drawn_as_a_map(twins, tmp_path):
 
 def test_without_a_number_of_tokens_a_million_or_all_are_measured(twins, monkeypatch):
     points = find_checkpoints(twins / "layernorm")[:1]
-    monkeypatch.setattr(normgeo.runs, "DEFAULT_TOKENS", 96)
+    monkeypatch.setattr(normgeo.job, "DEFAULT_TOKENS", 96)
     frame = measure_checkpoints(points, RunConfig((), "sample", null=2, device="cpu"), progress=False)
     assert frame.n_tokens.max() == 96
 

@@ -151,7 +151,7 @@ def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(where, full)
-    monkeypatch.setattr("normgeo.runs.find_sites", lambda model, qk: sites)
+    monkeypatch.setattr("normgeo.job.find_sites", lambda model, qk: sites)
     status, _, err = normgeo("angles", name, "--data", "ids.npy")
     assert status == 1
     assert "smaller --batch (try 4)" in err

@@ -224,7 +224,7 @@ def test_what_cannot_be_compared_is_said(ids):
         (np.full((1, 65), 5), {}, "longer than the model's 64"),
         (ids, {"n_tokens": 260}, "ends after 259 tokens"),
         (ids, {"batch": 0}, "at least one token"),
-        (TokenStream(lambda: iter(()), 4, "nothing", "", ""), {}, "holds no tokens"),
+        (TokenStream(lambda start: iter(()), 4, "nothing", "", ""), {}, "holds no tokens"),
     ):
         with pytest.raises(DataError, match=words):
             compare(pair, tokens, **(QUICK | options))

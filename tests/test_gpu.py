@@ -11,7 +11,7 @@ from pretended import pretended_cuda
 from stores import config
 from zoo import tiny
 
-from normgeo import HiddenStateStore, convert, find_gauge, find_sites, measure_angles, runs
+from normgeo import HiddenStateStore, convert, find_gauge, find_sites, job, measure_angles
 from normgeo.bench import bench_stream
 from normgeo.capture import CaptureConfig, start_capture
 from normgeo.comparison import compare
@@ -85,7 +85,7 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
             add_hook_to_module(module, AlignDevicesHook(execution_device=device, io_same_device=False))
         return model
 
-    monkeypatch.setattr("normgeo.runs.load_model", spread)
+    monkeypatch.setattr("normgeo.job.load_model", spread)
     run = RunConfig((str(tmp_path / "m"),), str(tmp_path / "ids.npy"), batch=3, null=8)
     during = start_capture(CaptureConfig(run, ("pre", "post"), 64 * 32 * 4), tmp_path / "s", progress=False).frame
     assert verify(tmp_path / "s")[1] == []
@@ -100,7 +100,7 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
 def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_path, monkeypatch, name, dtype):
     """With room for little that waits, and a model that writes over hidden states as soon as its norms have them."""
     monkeypatch.setattr("normgeo.capture.StoreWriter", partial(StoreWriter, waiting_bytes=20000))
-    load = runs.load_model
+    load = job.load_model
 
     def overwrite(module, args, output):
         args[0].mul_(0.5)
@@ -111,7 +111,7 @@ def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_pa
             model.get_submodule(site.name).register_forward_hook(overwrite)
         return model
 
-    monkeypatch.setattr("normgeo.runs.load_model", overwriting)
+    monkeypatch.setattr("normgeo.job.load_model", overwriting)
     phases = ("pre", "standardized", "post")
     setup = config(home, name, phases, n=400, device="cuda:0", dtype=dtype, qk=True, batch=5)
     start_capture(setup, tmp_path / "s", progress=False)

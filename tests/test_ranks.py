@@ -1,5 +1,6 @@
 """Captures by several processes: the same bytes whoever computes a row, and whoever dies."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from stores import CONTEXT, captured, config, content, unfinished
 from torch.distributed import HashStore
 
-from normgeo import AngleTable, HiddenStateStore, capture
+from normgeo import AngleTable, HiddenStateStore, job, packing, tokens
 from normgeo.capture import CaptureConfig, resume_capture, start_capture
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.ranks import Ranks
@@ -30,16 +31,16 @@ ROOT = Path(__file__).parent.parent
 
 def by_ranks(size, do):
     """What `do(ranks=...)` gives in each of several ranks. They are threads, except that models are loaded in turn."""
-    meeting, loading, loaded, prepare = HashStore(), threading.Lock(), threading.Barrier(size), capture.prepare
+    meeting, loading, loaded, load_model = HashStore(), threading.Lock(), threading.Barrier(size), job.load_model
 
-    def prepared(*args):
+    def load(*args, **options):
         with loading:  # transformers changes what is global meanwhile
-            job = prepare(*args)
+            model = load_model(*args, **options)
         loaded.wait(200)
-        return job
+        return model
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
-        patch.setattr(capture, "prepare", prepared)
+        patch.setattr(job, "load_model", load)
         futures = [pool.submit(do, ranks=Ranks(rank, size, rank, meeting)) for rank in range(size)]
         return [future.exception() or future.result() for future in futures]
 
@@ -57,6 +58,38 @@ def test_the_number_of_processes_does_not_show(home, tmp_path, size, model, phas
     assert content(path) == content(alone)
     pd.testing.assert_frame_equal(tables[0].frame, AngleTable.load(alone).frame, check_exact=True)
     pd.testing.assert_frame_equal(AngleTable.load(path).sinks, AngleTable.load(alone).sinks, check_exact=True)
+
+
+def test_each_process_tokenizes_its_own_part_of_a_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MARK_EVERY", 200)
+    monkeypatch.setattr(tokens, "KEPT_TOKENS", 0)
+    began, encoded = [], packing.Packed._encoded
+    monkeypatch.setattr(packing.Packed, "_encoded", lambda self, first: began.append(first) or encoded(self, first))
+    words = next(tokens.read_documents(tokens.SAMPLE)).split()
+    texts = (" ".join(words[i : i + 40]) for i in range(0, len(words), 40))
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    run = RunConfig(("embedded-layernorm",), str(tmp_path / "d.jsonl"), 4900, 50, batch=4, null=4, device="cpu", sites="final")
+    setup = CaptureConfig(run, ("pre",), 512 * 192 * 4)
+    start_capture(setup, tmp_path / "alone", progress=False)
+    whole = content(tmp_path / "alone")
+    began.clear()
+    by_ranks(3, lambda ranks: start_capture(setup, tmp_path / "s", ranks=ranks, progress=False))
+    assert content(tmp_path / "s") == whole
+    seen, begun = sorted(began), began.count(0)
+    assert begun == 3 + 3 + 1 + 1, "each sees that there is text, and a few tokens; the first counts, and begins"
+    assert len(seen) == begun + 2
+    assert seen[-2] > 15
+    assert seen[-1] > 30
+    rows = HiddenStateStore(tmp_path / "s").layout.rows
+    for row in range(rows - 2, rows):
+        (tmp_path / f"s/commits/{row:08}.json").unlink()
+    unfinished(tmp_path / "s")
+    began.clear()
+    resume_capture(tmp_path / "s", progress=False)
+    assert content(tmp_path / "s") == whole
+    assert len(began) == 5, "there is text, a few tokens, the first row is as it was, and the last, and what is left"
+    assert began[:3] == [0, 0, 0]
+    assert min(began[3:]) > 40
 
 
 def test_batches_of_other_shapes_would_show(home, tmp_path, store):

@@ -15,7 +15,7 @@ import torch
 import zarr
 from zoo import tiny
 
-from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles, runs
+from normgeo import AngleTable, ScalarStore, job, load_model, load_tokenizer, load_tokens, measure_angles, runs
 from normgeo.errors import ActivationError, DataError, RunError
 from normgeo.runs import RunConfig, resume_run, start_run
 
@@ -24,7 +24,7 @@ SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batc
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(runs, "BLOCK_TOKENS", 1024)
+    monkeypatch.setattr(job, "BLOCK_TOKENS", 1024)
 
 
 def outcome(out):
@@ -116,8 +116,8 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, af
 
 def test_killed_processes_lose_nothing(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from normgeo import runs\n"
-        "runs.BLOCK_TOKENS = 1024\n"
+        "import sys; from pathlib import Path; from normgeo import job, runs\n"
+        "job.BLOCK_TOKENS = 1024\n"
         "config = runs.RunConfig(('embedded-layernorm',), tokens=24_000, context=64, batch=4, null=8)\n"
         "out = Path(sys.argv[1])\n"
         "go = runs.resume_run if (out / 'run.json').exists() else lambda o, **k: runs.start_run(config, o, **k)\n"

@@ -1,10 +1,12 @@
 import json
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from normgeo import packing
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream, load_tokens, read_documents
 
@@ -141,6 +143,91 @@ def test_text_resumes_where_it_stopped(tmp_path, tokenizer):
     _, rest = everything(stream, 150, rows=4, start=whole[2].start)
     assert [b.ids.tolist() for b in rest] == [b.ids.tolist() for b in whole[2:]]
     assert sum(b.n_tokens for b in whole) == 150
+
+
+@pytest.fixture
+def pieces(tmp_path, tokenizer, monkeypatch):
+    """Text in many documents of many lengths, with a mark at least every 40 tokens, and all of its contexts of 8."""
+    monkeypatch.setattr(packing, "MARK_EVERY", 40)
+    texts = ["  ", *(" ".join(TEXTS[i % 3].split()[: i % 7]) * (1 + i % 11) for i in range(60))]
+    make = lambda: load_tokens(write(tmp_path, ".jsonl", texts), tokenizer, 8)  # noqa: E731
+    return make, [(ids.tolist(), document.tolist()) for ids, document in make().contexts(0)]
+
+
+def as_lists(contexts):
+    return [(ids.tolist(), document.tolist()) for ids, document in contexts]
+
+
+def test_text_is_entered_anywhere_and_from_the_marks_of_another_pass(pieces):
+    make, expected = pieces
+    read = make()
+    list(read.contexts(0))
+    assert len(read.marks) > 10
+    for i in range(len(expected) + 2):
+        fresh = make()
+        assert as_lists(fresh.contexts(8 * i)) == expected[i:]
+        fresh.marks[:] = read.marks[: 1 + i % len(read.marks)]
+        assert as_lists(fresh.contexts(8 * i)) == as_lists(read.contexts(8 * i)) == expected[i:]
+
+
+def test_what_comes_before_a_mark_is_not_tokenized_again(pieces, monkeypatch):
+    make, expected = pieces
+    stream = make()
+    list(stream.contexts(0))
+    encoded = []
+    encode = packing.Packed._encoded
+    monkeypatch.setattr(packing.Packed, "_encoded", lambda self, first: encoded.append(first) or encode(self, first))
+    last = len(expected) - 1
+    assert as_lists(stream.contexts(8 * last)) == expected[last:]
+    assert encoded == [stream.marks[-1][1]]
+    assert encoded[0] > 45
+
+
+@pytest.mark.parametrize("kept", [0, 100, 1 << 22])
+@pytest.mark.parametrize("most", [1, 8, 90, 10_000])
+def test_counting_changes_nothing_that_comes(pieces, monkeypatch, kept, most):
+    make, expected = pieces
+    monkeypatch.setattr("normgeo.tokens.KEPT_TOKENS", kept)
+    total = sum(len(ids) for ids, _ in expected)
+    stream, there = make().counted(most)
+    assert there == min(total, most)
+    for i in range(len(expected) + 2):
+        assert as_lists(stream.contexts(8 * i)) == expected[i:]
+
+
+def test_a_short_text_is_tokenized_once(pieces, monkeypatch):
+    make, expected = pieces
+    stream, there = make().counted(10_000)
+    monkeypatch.setattr(packing.Packed, "_encoded", None)
+    assert as_lists(stream.contexts(0)) == expected
+    assert next(batch.start for batch in stream.batches(there, 4, 32)) == 32
+
+
+def test_batches_from_where_one_begins_are_as_they_were(pieces):
+    make, _ = pieces
+    for stream in (make(), TokenStream.from_array(np.arange(600).reshape(5, 120), context=8),
+                   TokenStream.from_array(np.arange(600).reshape(5, 120), context=50)):  # fmt: skip
+        _, whole = everything(stream, 380, rows=3)
+        for token in range(380):
+            start = stream.batch_start(token, 3)
+            _, rest = everything(stream, 380, rows=3, start=start)
+            assert start <= token
+            assert [(b.start, b.ids.tolist()) for b in rest] == [
+                (b.start, b.ids.tolist()) for b in whole if b.start >= start
+            ]
+
+
+def test_ids_in_a_file_are_not_read_whole(tmp_path):
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(4_000_000, dtype=np.uint16).reshape(1, -1))
+    tracemalloc.start()
+    stream = load_tokens(path, context=1000)
+    some, _ = everything(stream, 5000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert some.tolist() == list(range(5000))
+    assert peak < 20e6
+    assert stream.digest == TokenStream.from_array(np.load(path)).digest
 
 
 def test_the_embedded_sample_is_real_text(tokenizer):

@@ -1,0 +1,69 @@
+"""Text as contexts: documents' ids one after the other, special tokens included, cut every so many ids, no padding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Context", "Packed"]
+
+DOCUMENTS_AT_ONCE = 16
+MARK_EVERY = 1 << 20
+
+Context = tuple[np.ndarray, np.ndarray]
+"""Token ids and the document each belongs to, both int64 [time]."""
+
+
+class Packed:
+    """Contexts of text, from any of their beginnings on.
+
+    Text can be entered at a token only where it is known how many tokens come before, so every pass leaves marks behind
+    it, and a later one begins at the last mark before its start instead of tokenizing all that comes before.
+
+    Attributes:
+        marks: (token, document, offset), once in about a million tokens: the context that begins with this token of the
+            stream begins so many tokens into this document. Those of another pass over the same text may be put here.
+        between: what separates documents, in words.
+    """
+
+    def __init__(self, documents: Callable[[], Iterable[str]], tokenizer: Any, context: int) -> None:
+        self._documents, self._tokenizer, self._context = documents, tokenizer, context
+        ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
+        by_itself = len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._separator = [] if by_itself else ends[:1]
+        between = f"token {self._separator[0]} after each" if self._separator else "nothing between"
+        self.between = "the tokenizer's special tokens" if by_itself else between
+        self.marks: list[tuple[int, int, int]] = []
+
+    def __call__(self, start: int = 0) -> Iterator[Context]:
+        """The contexts from this token on, which begins one of them."""
+        done, first, skipped = max((mark for mark in self.marks if mark[0] <= start), default=(0, 0, 0))
+        ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)
+        for number, encoded in enumerate(self._encoded(first), first):
+            rest = len(ids)  # of documents before
+            begin = done + rest - skipped  # of this document in the stream
+            ids = np.concatenate([ids, np.asarray(encoded[skipped:], np.int64)])
+            owner = np.concatenate([owner, np.full(len(ids) - rest, number)])
+            skipped, whole = 0, len(ids) - len(ids) % self._context
+            for cut in range(0, whole, self._context):
+                if cut >= rest:
+                    self._mark(done + cut, number, done + cut - begin)
+                if done + cut >= start:
+                    yield ids[cut : cut + self._context], owner[cut : cut + self._context]
+            done, ids, owner = done + whole, ids[whole:], owner[whole:]
+        if len(ids) and done >= start:
+            yield ids, owner
+
+    def _mark(self, token: int, document: int, offset: int) -> None:
+        if token >= (self.marks[-1][0] if self.marks else 0) + MARK_EVERY:
+            self.marks.append((token, document, offset))
+
+    def _encoded(self, first: int) -> Iterator[list[int]]:
+        """The ids of the documents from this one on; those without text are none."""
+        texts = itertools.islice((text for text in self._documents() if text.strip()), first, None)
+        while chunk := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+            for ids in self._tokenizer(chunk, verbose=False)["input_ids"]:
+                yield ids + self._separator
