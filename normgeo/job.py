@@ -125,7 +125,7 @@ def prepare(
     check_context(model, tokens.context)
     if before is not None and before.get("data_sha256") == tokens.digest:
         n_tokens = before["n_tokens"]
-        tokens.marks[:] = map(tuple, before["marks"])
+        tokens.marks[:] = map(tuple, before.get("marks", ()))
     else:
         tokens, n_tokens = _counted(tokens, config.tokens, first)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)

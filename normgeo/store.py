@@ -176,8 +176,7 @@ class HiddenStates:
         except ImportError as error:
             raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
         store, spec = self._store, self.spec
-        seen = identity([store.store_id, [commit.chunks[spec.name] for commit in store.commit_log]])
-        block = functools.partial(_block, store.storage.absolute, seen, spec)
+        block = functools.partial(_block, store.storage.absolute, _seen(store), len(store.commit_log), spec)
         rows = tuple((commit.stop - commit.start) * spec.heads for commit in store.commit_log)
         dtype = np.dtype(np.float32) if spec.dtype == "bfloat16" else spec.stored
         if not rows:
@@ -204,15 +203,23 @@ class HiddenStates:
             yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
 
 
+def _seen(store: HiddenStateStore, rows: int | None = None) -> str:
+    """Identity of a store's first rows: of what was captured from what, and of the statistics of the numbers."""
+    return identity([store.store_id, [commit.state for commit in store.commit_log[:rows]]])
+
+
 @functools.lru_cache(4)
-def _opened(path: str, seen: str) -> HiddenStateStore:
-    """A store, opened once in a process that computes with its blocks, for what was `seen` of it by who asks."""
-    return HiddenStateStore(path)
+def _opened(path: str, seen: str, rows: int) -> HiddenStateStore:
+    """A store, opened once in a process that computes with its blocks; its first rows are those that were `seen`."""
+    store = HiddenStateStore(path)
+    if _seen(store, rows) != seen:
+        raise StoreError(f"{path} holds another capture than when this dask array was made; make it again")
+    return store
 
 
-def _block(path: str, seen: str, spec: ArraySpec, row: int) -> np.ndarray:
+def _block(path: str, seen: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
     """The numbers of a row of chunks; bfloat16 as float32."""
-    stored = HiddenStates(_opened(path, seen), spec).chunk(row)
+    stored = HiddenStates(_opened(path, seen, rows), spec).chunk(row)
     return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
 
 

@@ -65,7 +65,7 @@ class TokenStream:
         digest: sha256 of the file or array, or the data set's own name and revision.
         packing: how documents became contexts, in words.
         n_tokens: how many tokens there are, where that is known before reading.
-        marks: where text can be entered; see `Packed`.
+        marks: where text can be entered: the list that `Packed` reads and adds to.
         even: every context but the last of all has the same length.
     """
 

@@ -1,12 +1,14 @@
 """The kernels are built once, safely; where they cannot be, torch takes their place and says why."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from test_kernels import expected, vectors
 
 from normgeo import kernels
@@ -51,6 +53,52 @@ def test_another_source_flag_or_processor_is_another_file(cache, monkeypatch, tm
     cpu.loaded.cache_clear()
     assert kernels.status().compiled
     assert len(shared_objects(cache)) == 2
+
+
+# of all of x86-64 that come with other vectors; none of them need be this one
+PROCESSORS = ["x86-64-v2", "haswell", "skylake-avx512", "sapphirerapids"] if platform.machine() == "x86_64" else []
+TORCH = Path(torch.__file__).parent / "include"
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("source", ["project", "rms", "checksum", "ensemble", "norms"])
+def test_sources_are_valid_for_processors_that_are_not_here(source, processor):
+    flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in compiling.FLAGS]
+    command = ["g++", *flags, "-fsyntax-only", f"-I{TORCH}", str(compiling.HERE / f"{source}.cpp")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if source == "ensemble" and processor != "sapphirerapids":
+        assert "does not multiply bfloat16" in found.stderr
+    else:
+        assert found.returncode == 0, found.stderr[:2000]
+
+
+NARROWER = """
+import os
+
+def pytest_sessionstart(session):
+    from normgeo.kernels import compiling
+    compiling.FLAGS = tuple(flag.replace("native", os.environ["PROCESSOR"]) for flag in compiling.FLAGS)
+
+def pytest_sessionfinish(session):
+    from normgeo import kernels
+    from normgeo.kernels import norm_ops, rms
+    assert kernels.status().compiled and rms.loaded() is not None and norm_ops.loaded().compiled
+"""
+THEIRS = "projections or read_as_it_is or every_recipe or definition or sum_and_its_norm or smallest_numbers"
+
+
+@pytest.mark.parametrize("processor", PROCESSORS[:2])
+def test_narrower_vectors_give_the_same(tmp_path, processor):
+    """What a processor with fewer instructions runs, on one with more."""
+    (tmp_path / "narrower.py").write_text(NARROWER)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PROCESSOR": processor, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment.pop("NORMGEO_KERNELS", None)
+    files = ["test_kernels.py", "test_rebuild.py", "test_norm_ops.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "narrower", "-p", "no:cacheprovider", "-k", THEIRS, *files]
+    found = subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
 
 
 def fails():

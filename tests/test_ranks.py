@@ -68,7 +68,8 @@ def test_each_process_tokenizes_its_own_part_of_a_text(tmp_path, monkeypatch):
     words = next(tokens.read_documents(tokens.SAMPLE)).split()
     texts = (" ".join(words[i : i + 40]) for i in range(0, len(words), 40))
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    run = RunConfig(("embedded-layernorm",), str(tmp_path / "d.jsonl"), 4900, 50, batch=4, null=4, device="cpu", sites="final")
+    options = {"context": 50, "batch": 4, "null": 4, "device": "cpu", "sites": "final"}
+    run = RunConfig(("embedded-layernorm",), str(tmp_path / "d.jsonl"), 4900, **options)
     setup = CaptureConfig(run, ("pre",), 512 * 192 * 4)
     start_capture(setup, tmp_path / "alone", progress=False)
     whole = content(tmp_path / "alone")

@@ -70,6 +70,15 @@ def test_a_dask_array_is_of_the_store_that_was_opened(home, tmp_path):
         shutil.rmtree(tmp_path / "s")
 
 
+def test_a_dask_array_of_a_store_that_was_replaced_is_refused(home, tmp_path):
+    pytest.importorskip("dask.array")
+    lazily = HiddenStateStore(captured(home, tmp_path / "s", "gpt2")).open("transformer.h.0.ln_1").dask()
+    shutil.rmtree(tmp_path / "s")
+    captured(home, tmp_path / "s", "other")
+    with pytest.raises(StoreError, match="holds another capture than when this dask array was made"):
+        lazily.compute(scheduler="synchronous")
+
+
 def test_the_bytes_are_those_that_were_said(home, tmp_path):
     lines = []
     start_capture(config(home), tmp_path / "s", announce=lines.append, progress=False)

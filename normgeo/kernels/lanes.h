@@ -178,7 +178,7 @@ inline void narrow<16>(Of<16>::Floats v, Float16* out) {
 template <>
 inline void narrow<16>(Of<16>::Floats v, Bfloat16* out) {
 #ifdef __AVX512BF16__  // makes subnormal numbers zero
-    const __m512bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+    const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
     std::memcpy(out, &halves, sizeof halves);
 #else
     const __m512i bits = reinterpret_cast<__m512i>(v), one = _mm512_set1_epi32(1);
