@@ -119,7 +119,7 @@ def resume_capture(
     storage = storage_at(path)
     record = ranks.first("interrupted", lambda: _interrupted(storage))
     stored = record["capture"]
-    run = RunConfig(**(stored["run"] | {"models": tuple(stored["run"]["models"])}))
+    run = RunConfig.recorded(stored["run"])
     config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
     return _capture(config, storage, record, ranks, announce, progress)
 

@@ -32,6 +32,7 @@ from normgeo import converted, models, norms
 from normgeo.conversion import Conversion
 from normgeo.converted import PREFIX
 from normgeo.errors import ConversionError
+from normgeo.files import taken
 from normgeo.native import native_model
 
 __all__ = ["auto_map", "describe", "native_class", "new_directory", "save", "write_config"]
@@ -64,7 +65,7 @@ def new_directory(out: Path, *, keep: bool = True) -> Iterator[Path]:
     Raises:
         ConversionError: it exists and is not empty, or the disk is full or not writable.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if taken(out):
         raise ConversionError(f"{out} exists already; choose another directory, nothing was written")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ figures/                  angles by step, of every layer and of the middle one, 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import re
 import shutil
@@ -24,9 +23,10 @@ import pandas as pd
 from normgeo import figures, training_figures
 from normgeo.angles import measure_angles
 from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.files import numbered, taken, write_whole
 from normgeo.job import SAME, Job, RunConfig, check_same, prepare
-from normgeo.runs import disk_explained, new_record, now, safe_name
-from normgeo.training_state import whole_directory, write_json
+from normgeo.runs import disk_explained, new_record, now, safe_name, save_record
+from normgeo.training_state import whole_directory
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
@@ -69,9 +69,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def default_out(folder: Path) -> Path:
     """`runs/<folder>-checkpoints-<date>`, with a number behind it where that is taken."""
-    stem = Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}"
-    numbers = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in itertools.count(1))
-    return next(path for path in numbers if not path.exists())
+    return numbered(Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}")
 
 
 def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
@@ -81,7 +79,7 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
         RunError: the directory holds something, or the disk is full.
         NormGeoError: whatever is wrong with a model or the data.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if taken(out):
         hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
         raise RunError(f"{out} exists already; give another --out{hint}")
     points = find_checkpoints(folder)
@@ -109,7 +107,7 @@ def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
     if record["status"] == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
     points = find_checkpoints(Path(record["checkpoints"]))
-    return _finish(points, RunConfig(**(record["config"] | {"models": ()})), out, record, **options)
+    return _finish(points, RunConfig.recorded(record["config"]), out, record, **options)
 
 
 def _finish(
@@ -121,16 +119,14 @@ def _finish(
         models[_name(point)] = about
         with disk_explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            write_json(out / "run.json", record)
+            save_record(out, record)
 
     with disk_explained(out):
         frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
         with whole_directory(out / "figures") as scratch:
             draw(frame, scratch)
-        scratch = out / ".angles.parquet.partial"
-        frame.to_parquet(scratch, index=False)
-        scratch.replace(out / "angles.parquet")
-        write_json(out / "run.json", record | {"status": "complete", "finished": now()})
+        write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
+        save_record(out, record | {"status": "complete", "finished": now()})
     return frame
 
 
@@ -181,9 +177,7 @@ def measure_checkpoints(
             done[point].attrs = {"about": about}
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                scratch = file.with_name(f".{file.name}.partial")
-                done[point].to_parquet(scratch, index=False)
-                scratch.replace(file)
+                write_whole(file, done[point].to_parquet(None, index=False))
         del job  # before the next model is loaded
     table = pd.concat([done[point] for point in points], ignore_index=True)
     table.attrs = {}

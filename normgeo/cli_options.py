@@ -1,41 +1,29 @@
-"""Options of the command line that exclude others."""
+"""Options that decide what others may be given."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import Any
-
-from typer.core import TyperCommand
+import typer
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["Knowing", "refuse_beside"]
-
-_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+__all__ = ["refuse_beside"]
 
 
-class Knowing(TyperCommand):
-    """A command that knows which of its options were given, and which have their defaults."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Note what was given, and run."""
-        sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name)) for parameter in self.params]
-        _given.set(tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE"))
-        return super().invoke(ctx)
-
-
-def refuse_beside(option: str, *allowed: str) -> None:
-    """Refuse what was given to a `Knowing` command beside an option that decides it all, for it would be ignored.
+def refuse_beside(ctx: typer.Context, option: str, *allowed: str) -> None:
+    """Refuse what was given to a command beside an option with which it would be ignored.
 
     Args:
+        ctx: of the command.
         option: the option.
         allowed: options, and arguments by their names, that may be given too.
 
     Raises:
         NormGeoError: others were given.
     """
-    if others := [name for name in _given.get() if name not in (option, *allowed)]:
+    sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name or "")) for parameter in ctx.command.params]
+    given = [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+    if others := [name for name in given if name not in (option, *allowed)]:
         names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
         options = [name for name in allowed if name.startswith("-")]
-        beside = f"; only {', '.join(options)} may be given too" if options else ""
-        raise NormGeoError(f"{option} says everything else: leave out {names}{beside}")
+        beside = f"only {', '.join(options)} may be given" if options else "nothing else may be given"
+        raise NormGeoError(f"leave out {names}: beside {option} {beside}")

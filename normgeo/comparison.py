@@ -29,6 +29,7 @@ from normgeo.angles import measure_angles
 from normgeo.conversion import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.files import check_folder, numbered, taken
 from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
 from normgeo.progress import progress_bar
 from normgeo.sites import evaluating, find_sites
@@ -317,9 +318,7 @@ def compare_run(
 def default_out(a: str, b: str) -> Path:
     """`runs/compare-<A>-<B>-<date>`, with a number behind it where that is taken."""
     names = "-".join(Path(name).resolve().name for name in (a, b))
-    stem = Path("runs") / f"compare-{names}-{datetime.date.today()}"
-    candidates = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in range(1, 10_000))
-    return next(path for path in candidates if not path.exists())
+    return numbered(Path("runs") / f"compare-{names}-{datetime.date.today()}")
 
 
 def _labels(a: str, b: str) -> tuple[str, str]:
@@ -346,11 +345,9 @@ def _shared_tokenizer(names: tuple[str, str], trust_remote_code: bool) -> Any:
 
 
 def _check_writable(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if taken(out):
         raise RunError(f"{out} exists and is not an empty directory; give another --out")
-    parent = next(path for path in [out, *out.absolute().parents] if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise RunError(f"cannot write {out}: {parent} is not a directory that can be written to; give another --out")
+    check_folder(out)
 
 
 @contextmanager

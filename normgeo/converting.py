@@ -25,6 +25,8 @@ from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]
 
+TOKENS = 2048  # to certify on
+
 
 def convert_checkpoint(
     name: str,
@@ -32,7 +34,7 @@ def convert_checkpoint(
     *,
     to: str = "rmsnorm",
     data: str | None = None,
-    n_tokens: int = 2048,
+    n_tokens: int = TOKENS,
     context: int | None = None,
     dtype: str = "auto",
     device: str | None = None,
@@ -85,7 +87,7 @@ def convert_checkpoint(
         if not plain:
             raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
         unused = {
-            "data": data is not None, "tokens": n_tokens != 2048, "context": context is not None,
+            "data": data is not None, "tokens": n_tokens != TOKENS, "context": context is not None,
             "dtype": dtype != "auto", "device": device is not None, "padded": padded,
         }  # fmt: skip
         if given := ", ".join(option for option, is_given in unused.items() if is_given):
@@ -100,10 +102,10 @@ def convert_checkpoint(
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     extras = _extras(name, model, where)
     if to == "rmsnorm" and is_compressed(model):
-        if data is not None or keep_tie or fold_affine or padded:
+        if data is not None or n_tokens != TOKENS or context is not None or keep_tie or fold_affine or padded:
             raise ConversionError(
-                f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --fold, "
-                "--keep-tie and --padded"
+                f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --tokens, "
+                "--context, --fold, --keep-tie and --padded"
             )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)

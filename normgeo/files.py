@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from normgeo.errors import RunError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["check_file", "check_folder", "write_table", "write_whole"]
+__all__ = ["check_file", "check_folder", "numbered", "taken", "write_table", "write_whole"]
 
 PARTIAL = ".partial"
 
@@ -35,19 +36,34 @@ def check_file(out: Path | None) -> None:
         raise _unwritable(out, error) from error
 
 
-def check_folder(out: Path) -> None:
+def taken(out: Path) -> bool:
+    """Whether a new directory cannot be made there: there is a file, or a directory that is not empty."""
+    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+
+
+def numbered(stem: Path) -> Path:
+    """A path that is not there yet: this one, or with -2, -3 and so on behind it."""
+    names = itertools.chain([stem.name], (f"{stem.name}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(stem.with_name, names) if not path.exists())
+
+
+def check_folder(out: Path, option: str = "--out") -> None:
     """Refuse a directory that could not be written, before anything is measured for it; it need not be there yet.
+
+    Args:
+        out: the directory.
+        option: what gives another.
 
     Raises:
         RunError: it, or what it would be made in, is no directory, or nothing can be written there.
     """
     try:
-        there = next(path for path in (out, *out.parents) if path.exists())
+        there = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not there.is_dir():
-            raise RunError(f"cannot write to {out}: {there} is no directory; give another --out")
+            raise RunError(f"cannot write to {out}: {there} is no directory; give another {option}")
         _try(there)
     except OSError as error:
-        raise _unwritable(out, error) from error
+        raise _unwritable(out, error, option) from error
 
 
 def _try(folder: Path, name: str = "normgeo") -> None:
@@ -56,8 +72,8 @@ def _try(folder: Path, name: str = "normgeo") -> None:
         pass
 
 
-def _unwritable(out: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write {out}: {error.strerror}; give another --out")
+def _unwritable(out: Path, error: OSError, option: str = "--out") -> RunError:
+    return RunError(f"cannot write {out}: {error.strerror}; give another {option}")
 
 
 def write_table(frame: pd.DataFrame, out: Path | None) -> None:

@@ -65,6 +65,12 @@ class RunConfig:
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
+    @classmethod
+    def recorded(cls, record: dict[str, Any]) -> RunConfig:
+        """What `dataclasses.asdict` and JSON made of one."""
+        options: dict[str, Any] = record | {"models": tuple(record["models"])}
+        return cls(**options)
+
     @property
     def source(self) -> str:
         """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""

@@ -39,7 +39,6 @@ __all__ = [
     "load_tokenizer",
     "max_context",
     "memory_explained",
-    "out_of_memory",
     "pick_dtype",
     "saved_elsewhere",
     "tokenizer_digest",
@@ -154,12 +153,12 @@ def load_model(
     try:
         return model.to(device)  # pyright: ignore
     except (RuntimeError, AssertionError) as error:
-        if out_of_memory(error):
+        if _out_of_memory(error):
             raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def out_of_memory(error: Exception) -> bool:
+def _out_of_memory(error: Exception) -> bool:
     """Whether a device, or the machine, has too little memory; CUDA's illegal accesses speak of memory as well."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         said in str(error).lower() for said in ("out of memory", "allocate memory", "not enough memory")
@@ -291,7 +290,7 @@ def memory_explained(what: str, hint: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if not (isinstance(error, MemoryError | OverflowError) or out_of_memory(error) or "verflow" in str(error)):
+        if not (isinstance(error, MemoryError | OverflowError) or _out_of_memory(error) or "verflow" in str(error)):
             raise
         raise ModelError(f"{what} does not fit into memory; {hint}") from error
 

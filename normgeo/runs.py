@@ -29,7 +29,7 @@ from normgeo import figures
 from normgeo.angles import AngleTable, new_statistics
 from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
-from normgeo.files import write_whole
+from normgeo.files import numbered, taken, write_whole
 from normgeo.job import Job, RunConfig, check_same, prepare
 from normgeo.models import EMBEDDED
 from normgeo.progress import progress_bar
@@ -43,9 +43,7 @@ __all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
 def default_out(models: tuple[str, ...]) -> Path:
     """`runs/<model>-<date>`, with a number behind it where that is taken."""
     name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
-    stem = Path("runs") / f"{name}-{datetime.date.today()}"
-    candidates = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in range(1, 10_000))
-    return next(path for path in candidates if not path.exists())
+    return numbered(Path("runs") / f"{name}-{datetime.date.today()}")
 
 
 def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
@@ -59,7 +57,7 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
         status = _read(out)["status"]
         finish = f"finish it with --resume {out}, or " if status != "complete" else ""
         raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if taken(out):
         raise RunError(f"{out} exists and is no run; give another --out")
     try:
         return _execute(config, out, {"status": "new", "models": {}}, **options)
@@ -80,8 +78,7 @@ def resume_run(out: Path, **options: Any) -> AngleTable:
     record = _read(out)
     if record["status"] == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    stored = record["config"]
-    return _execute(RunConfig(**(stored | {"models": tuple(stored["models"])})), out, record, **options)
+    return _execute(RunConfig.recorded(record["config"]), out, record, **options)
 
 
 def _read(out: Path) -> dict[str, Any]:

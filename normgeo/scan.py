@@ -25,6 +25,7 @@ from torch import Tensor
 
 from normgeo.angles import AngleTable, select_sites
 from normgeo.errors import NormGeoError, RunError, StoreError
+from normgeo.files import check_folder, taken
 from normgeo.geometry import Directions
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.memory import memory_kept
@@ -108,8 +109,8 @@ def angles_from_store(
         raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")
     identity = store.provenance["identity"]
     reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed), store)
-    if store.missing:
-        announce(store.missing)
+    if store.incomplete:
+        announce(store.incomplete)
     with memory_kept():
         statistics, differing = _scanned(reader, batch or identity["batch"], scheduler, progress)
     if differing:
@@ -129,8 +130,9 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
     """
     store = HiddenStateStore(path)
     where = out or default_out((store.provenance["identity"]["label"],))
-    if where.exists() and (not where.is_dir() or any(where.iterdir())):
+    if taken(where):
         raise RunError(f"{where} is not empty; give another --out")
+    check_folder(where)
     with disk_explained(where), _made(where):
         table = angles_from_store(path, **options)
         write_results(table, where)

@@ -260,7 +260,7 @@ class HiddenStateStore:
         return self.n_tokens == self.layout.n_tokens
 
     @property
-    def missing(self) -> str:
+    def incomplete(self) -> str:
         """In words, how much of the store is there, where it is incomplete; else nothing."""
         there = sum(commit.stop - commit.start for commit in self.committed.values())
         found = f"{self.storage} is incomplete: {there:,} of {self.layout.n_tokens:,} tokens are committed"

@@ -94,7 +94,7 @@ def bench_store(
     Raises:
         NormGeoError: whatever is wrong with the model or the data.
     """
-    check_folder(folder)
+    check_folder(folder, "--folder")
     folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)

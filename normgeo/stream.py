@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
 from normgeo.memory import memory_kept
-from normgeo.models import base_model, max_context, out_of_memory
+from normgeo.models import base_model, max_context, memory_explained
 from normgeo.sites import NormSite, evaluating
 from normgeo.tokens import TokenBatch
 
@@ -112,18 +112,12 @@ def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedMode
     return base if all(id(modules[site.name]) in inside for site in sites) else model
 
 
-@contextmanager
-def _memory_explained(model: PreTrainedModel, batch: TokenBatch) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        rows, context = batch.ids.shape
-        raise ModelError(
-            f"out of memory on {model.device} with {rows} contexts of {context} tokens at once; give a smaller --batch "
-            f"(try {max(1, rows // 2)}) or --context"
-        ) from error
+def _in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManager[None]:
+    rows, context = batch.ids.shape
+    return memory_explained(
+        f"a batch of {rows} contexts of {context} tokens on {model.device}",
+        f"give a smaller --batch (try {max(1, rows // 2)}) or --context",
+    )
 
 
 def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
@@ -140,7 +134,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
         )
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    with _memory_explained(model, batch):
+    with _in_memory(model, batch):
         ids = torch.from_numpy(batch.ids).to(model.device)
         if "decoder_input_ids" in accepted:
             options["decoder_input_ids"] = ids
@@ -163,7 +157,7 @@ def stream(
     local = [_renamed(site, prefix) for site in sites]
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
-            with torch.inference_mode(), _memory_explained(model, batch):  # not around the yield, which is others' code
+            with torch.inference_mode(), _in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
                 forward(runner, batch, vocabulary)

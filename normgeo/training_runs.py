@@ -9,7 +9,6 @@ tokenizer/                  the tokenizer that all twins share
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import transformers
 
 from normgeo.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.files import check_folder
+from normgeo.files import check_folder, numbered, taken
 from normgeo.models import load_tokenizer
 from normgeo.recipe import NORMS, Recipe, described
 from normgeo.tokens import SAMPLE, load_tokens, read_documents
@@ -71,9 +70,7 @@ class TrainConfig:
 
 def default_out(size: str) -> Path:
     """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
-    stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
-    numbers = (stem.with_name(f"{stem.name}-{n}") if n > 1 else stem for n in itertools.count(1))
-    return next(path for path in numbers if not path.exists())
+    return numbered(Path("runs") / f"train-{size}-{datetime.date.today()}")
 
 
 def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
@@ -87,9 +84,9 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
     """
     state = accelerate.PartialState(cpu=config.device == "cpu")
-    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    occupied = taken(out)
     state.wait_for_everyone()  # no process writes before every one has looked
-    if taken:
+    if occupied:
         hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
         raise RunError(f"{out} exists already; {hint}give another --out")
     check_folder(out)

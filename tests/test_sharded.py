@@ -186,7 +186,7 @@ def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
     asked = CliRunner().invoke(app, [*arguments, "--by-shard"])
     assert isinstance(asked.exception, NormGeoError)
     assert "\n" not in str(asked.exception)
-    assert str(asked.exception).startswith(f"--by-shard says everything else: leave out --{option}; only --to, ")
+    assert str(asked.exception).startswith(f"leave out --{option}: beside --by-shard only --to, ")
     monkeypatch.setattr(converting, "_available", lambda: 0)
     short = CliRunner().invoke(app, arguments)
     assert isinstance(short.exception, ConversionError)
