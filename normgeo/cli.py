@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normgeo import cli_bench
-from normgeo.cli_options import refuse_beside
+from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.cli_store import register
 from normgeo.errors import NormGeoError
 from normgeo.files import check_file, write_table
@@ -33,9 +33,8 @@ def root(debug: Annotated[bool, typer.Option(help="Show the traceback of an erro
 Resume = Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")]
 
 
-@app.command()
+@app.command(cls=Knowing)
 def angles(
-    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Hub id or local directory; default: the embedded pair.")] = None,
     data: Annotated[
         str | None,
@@ -85,7 +84,7 @@ def angles(
     if store is not None:
         from normgeo.scan import run_from_store
 
-        refuse_beside(ctx, "--store", "--null", "--null-every", "--seed", "--sites", "--scheduler", "--out")
+        refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--scheduler", "--out")
         table, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, scheduler=scheduler,
             announce=console.print,
@@ -95,12 +94,12 @@ def angles(
     if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
     if resume:
-        refuse_beside(ctx, "--resume")
+        refuse_beside("--resume")
     if model and checkpoints:
         raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
     if checkpoints:
         refuse_beside(
-            ctx, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
+            "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
         )  # fmt: skip
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
@@ -148,9 +147,8 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
 
 
-@app.command()
+@app.command(cls=Knowing)
 def convert(
-    ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id or local directory.")],
     out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
     to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
@@ -181,7 +179,7 @@ def convert(
 
     quiet()
     if by_shard:
-        refuse_beside(ctx, "--by-shard", "model", "out", "--to", "--revision", "--trust-remote-code")
+        refuse_beside("--by-shard", "model", "out", "--to", "--revision", "--trust-remote-code")
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,

@@ -1,28 +1,40 @@
-"""Options that decide what others may be given."""
+"""Options of the command line that exclude others."""
 
 from __future__ import annotations
 
-import typer
+from contextvars import ContextVar
+from typing import Any
+
+from typer.core import TyperCommand
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["refuse_beside"]
+__all__ = ["Knowing", "refuse_beside"]
+
+_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 
 
-def refuse_beside(ctx: typer.Context, option: str, *allowed: str) -> None:
-    """Refuse what was given to a command beside an option with which it would be ignored.
+class Knowing(TyperCommand):
+    """A command that knows which of its options were given, and which have their defaults."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Note what was given, and run."""
+        sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name)) for parameter in self.params]
+        _given.set(tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE"))
+        return super().invoke(ctx)
+
+
+def refuse_beside(option: str, *allowed: str) -> None:
+    """Refuse what was given to a `Knowing` command beside an option with which it would be ignored.
 
     Args:
-        ctx: of the command.
         option: the option.
         allowed: options, and arguments by their names, that may be given too.
 
     Raises:
         NormGeoError: others were given.
     """
-    sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name or "")) for parameter in ctx.command.params]
-    given = [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
-    if others := [name for name in given if name not in (option, *allowed)]:
+    if others := [name for name in _given.get() if name not in (option, *allowed)]:
         names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
         options = [name for name in allowed if name.startswith("-")]
         beside = f"only {', '.join(options)} may be given" if options else "nothing else may be given"

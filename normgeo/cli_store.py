@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from normgeo.cli_options import refuse_beside
+from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.files import check_file, write_table
 
@@ -19,9 +19,8 @@ __all__ = ["register"]
 def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Callable[[], None]) -> None:
     """Add `capture`, `verify` and `bench store`; `quiet` keeps other libraries from printing."""
 
-    @app.command()
+    @app.command(cls=Knowing)
     def capture(
-        ctx: typer.Context,
         model: Annotated[str | None, typer.Argument(help="Hub id, local directory, or embedded name.")] = None,
         store: Annotated[
             str | None, typer.Option(help="A new directory for it, or s3://BUCKET/PREFIX, gs://...")
@@ -61,7 +60,7 @@ def register(app: typer.Typer, bench: typer.Typer, console: Console, quiet: Call
             raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
         try:
             if resume:
-                refuse_beside(ctx, "--resume")
+                refuse_beside("--resume")
                 capturing.resume_capture(resume, announce=console.print)
             else:
                 run = RunConfig(

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from normgeo.cli import app, bench_app, console, quiet
-from normgeo.cli_options import refuse_beside
+from normgeo.cli_options import Knowing, refuse_beside
 from normgeo.files import check_file, write_table
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["angles_by_step", "bench_train", "train"]
 
 
-@app.command()
+@app.command(cls=Knowing)
 def train(
-    ctx: typer.Context,
     norm: Annotated[
         str, typer.Option(help="layernorm, rmsnorm, pre-rmsnorm, pre-crmsnorm, or both (the first two).")
     ] = "both",
@@ -72,7 +71,7 @@ def train(
 
     try:
         if resume:
-            refuse_beside(ctx, "--resume", "--tensorboard")
+            refuse_beside("--resume", "--tensorboard")
             done = training_runs.resume_training(resume, report=report, board=tensorboard)
         else:
             recipe = recipe_for(

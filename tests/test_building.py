@@ -88,9 +88,10 @@ def pytest_sessionfinish(session):
 THEIRS = "projections or read_as_it_is or every_recipe or definition or sum_and_its_norm or smallest_numbers"
 
 
-@pytest.mark.parametrize("processor", PROCESSORS[:2])
-def test_narrower_vectors_give_the_same(tmp_path, processor):
-    """What a processor with fewer instructions runs, on one with more."""
+@pytest.mark.skipif(not PROCESSORS, reason="needs a processor of x86-64")
+def test_narrower_vectors_give_the_same(tmp_path):
+    """What the next processor with fewer instructions runs."""
+    processor = "haswell" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "x86-64-v2"
     (tmp_path / "narrower.py").write_text(NARROWER)
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     environment |= {"PROCESSOR": processor, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

@@ -67,7 +67,7 @@ def test_a_run_writes_what_it_promises(tmp_path):
     assert not list(out.rglob("*.partial"))
 
 
-def test_scalars_give_back_the_table_and_any_mask(tmp_path):
+def test_scalars_give_back_the_table_and_any_mask(tmp_path, no_figures):
     table = start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
     store = ScalarStore(tmp_path / "run/scalars.zarr/embedded-layernorm")
     named = table.frame[table.frame.direction.isin(["uniform", "random_a", "random_b"])]
@@ -85,7 +85,7 @@ def test_scalars_give_back_the_table_and_any_mask(tmp_path):
     assert np.array_equal(store.id, ids)
 
 
-def test_a_run_equals_the_library_call(tmp_path):
+def test_a_run_equals_the_library_call(tmp_path, no_figures):
     table = start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
     model = load_model("embedded-layernorm")
     tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
@@ -94,9 +94,19 @@ def test_a_run_equals_the_library_call(tmp_path):
     assert not (tmp_path / "run/scalars.zarr").exists()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "BLOCK_TOKENS", 1024)
+        patch.setattr(runs, "_draw", lambda table, folder: None)
+        start_run(RunConfig(**SMALL), folder, progress=False)
+    return folder
+
+
 @pytest.mark.parametrize("after", [1, 7, 13])
-def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, after):
-    start_run(RunConfig(**SMALL), tmp_path / "whole", progress=False)
+def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, no_figures, whole, after):
     real, seen = runs.stream, []
 
     def dying(*args):
@@ -111,14 +121,14 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, af
         start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
     monkeypatch.setattr(runs, "stream", real)
     resume_run(tmp_path / "cut", progress=False)
-    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+    assert_same(outcome(whole), outcome(tmp_path / "cut"))
 
 
-def test_killed_processes_lose_nothing(tmp_path):
+def test_killed_processes_lose_nothing(tmp_path, no_figures):
     code = (
         "import sys; from pathlib import Path; from normgeo import job, runs\n"
-        "job.BLOCK_TOKENS = 1024\n"
-        "config = runs.RunConfig(('embedded-layernorm',), tokens=24_000, context=64, batch=4, null=8)\n"
+        "job.BLOCK_TOKENS, runs._draw = 1024, lambda table, folder: None\n"
+        "config = runs.RunConfig(('embedded-layernorm',), tokens=16_000, context=64, batch=4, null=8)\n"
         "out = Path(sys.argv[1])\n"
         "go = runs.resume_run if (out / 'run.json').exists() else lambda o, **k: runs.start_run(config, o, **k)\n"
         "go(out, progress=False)\n"
@@ -128,8 +138,7 @@ def test_killed_processes_lose_nothing(tmp_path):
         alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads of several processes would only wait for each other
         return subprocess.Popen([sys.executable, "-c", code, str(out)], stderr=subprocess.DEVNULL, env=alone)
 
-    whole = launch(tmp_path / "whole")
-    assert whole.wait(timeout=300) == 0
+    start_run(RunConfig(**SMALL | {"tokens": 16_000, "null": 8}), tmp_path / "whole", progress=False)
     out, state = tmp_path / "cut", tmp_path / "cut/state/embedded-layernorm.safetensors"
     for _ in range(2):
         process, before = launch(out), state.stat().st_mtime_ns if state.exists() else 0
@@ -143,13 +152,12 @@ def test_killed_processes_lose_nothing(tmp_path):
     assert_same(outcome(tmp_path / "whole"), outcome(out))
 
 
-def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk):
-    start_run(RunConfig(**SMALL), tmp_path / "whole", progress=False)
+def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, no_figures, whole):
     with full_disk(4), pytest.raises(RunError, match=r"disk .* is full.*--resume"):
         start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
     assert not list((tmp_path / "cut").rglob("*.partial"))
     resume_run(tmp_path / "cut", progress=False)
-    assert_same(outcome(tmp_path / "whole"), outcome(tmp_path / "cut"))
+    assert_same(outcome(whole), outcome(tmp_path / "cut"))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatch):
@@ -159,7 +167,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatc
         start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
 
 
-def test_directories_of_others_are_refused(tmp_path):
+def test_directories_of_others_are_refused(tmp_path, no_figures):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     with pytest.raises(RunError, match="is no run"):
@@ -191,7 +199,7 @@ def test_a_run_is_not_resumed_with_other_weights_or_damage(tmp_path, monkeypatch
         resume_run(tmp_path / "run", progress=False)
 
 
-def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_path):
+def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_path, no_figures):
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
     model = tiny("gpt2")
     with torch.no_grad():
