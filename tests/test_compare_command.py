@@ -90,7 +90,7 @@ def test_a_model_against_itself_by_name(normgeo, tmp_path):
         (["gpt2", "nan", "--data", "ids.npy"], "the logits of nan are NaN or infinite"),
         (["gpt2", "llama", "--data", "ids.npy", "--out", "gpt2"], "exists and is not an empty directory"),
         (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy"], "exists and is not an empty directory"),
-        (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy/x"], "ids.npy is not a directory"),
+        (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy/x"], "ids.npy is no directory"),
     ],
 )
 def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, words, says):
