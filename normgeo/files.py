@@ -58,7 +58,7 @@ def check_folder(out: Path, option: str = "--out") -> None:
         RunError: it, or what it would be made in, is no directory, or nothing can be written there.
     """
     try:
-        there = next(path for path in (out, *out.absolute().parents) if path.exists())
+        there = next(path for path in (out, *out.parents) if path.exists())
         if not there.is_dir():
             raise RunError(f"cannot write to {out}: {there} is no directory; give another {option}")
         _try(there)

@@ -186,7 +186,7 @@ def test_a_silent_writer_loses_the_lock_and_writes_no_more(environment, monkeypa
                 with contextlib.suppress(StoreError):
                     stack.enter_context(storage_at("s3://bucket/silent").writing())
                     break
-            first._lost.wait(10)
+            assert first._lost.wait(60)  # 15 s if it was about to renew a lease of 60 s
             for write in (first.put, first.create):
                 with pytest.raises(StoreError, match="another process has taken over"):
                     write("b", b"")
