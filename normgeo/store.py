@@ -347,19 +347,16 @@ class HiddenStateStore:
 
     def _contexts(self, start: int = 0) -> Iterator[Context]:
         readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
-        ids, owner, position = (np.empty(0, np.int64) for _ in readers)
-        done = 0  # tokens before these
+        rest = np.empty((len(readers), 0), np.int64)  # the beginning of a context, of which more comes
+        done = 0  # tokens before it
         for commit in self.commit_log:
-            n = commit.stop - commit.start
-            ids, owner, position = (
-                np.concatenate([old, reader.read(n)])
-                for old, reader in zip((ids, owner, position), readers, strict=True)
-            )
-            starts = [*np.flatnonzero(position == 0).tolist()]
+            read = np.stack([reader.read(commit.stop - commit.start) for reader in readers])
+            ids, owner, position = found = np.concatenate([rest, read], axis=1)
+            starts: list[int] = np.flatnonzero(position == 0).tolist()
             for begin, stop in itertools.pairwise(starts):
                 if done + begin >= start:
                     yield ids[begin:stop], owner[begin:stop]
-            rest = starts[-1] if starts else 0
-            ids, owner, position, done = ids[rest:], owner[rest:], position[rest:], done + rest
-        if len(ids) and done >= start:
-            yield ids, owner
+            last = starts[-1] if starts else 0
+            rest, done = found[:, last:], done + last
+        if rest.size and done >= start:
+            yield rest[0], rest[1]
