@@ -47,7 +47,7 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     try:
         _write(name, module, frame, out)
     except OSError as error:
-        raise RunError(f"cannot write {out / name}.*: {error.strerror}; give another --out") from error
+        raise RunError(f"cannot write {out / name}.*: {error.strerror or error}; give another --out") from error
     print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
 
 

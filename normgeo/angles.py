@@ -93,8 +93,8 @@ class AngleTable:
                 if not everything["n_tokens"][0, i, p].all():
                     n = everything["n_excluded"][0, i, p, 0]
                     raise ActivationError(
-                        f"no vector at {site.key} ({phase}) has an angle: all {n} are zero or not finite. Does the "
-                        "model overflow in this dtype? Try --dtype float32"
+                        f"no vector at {site.key} ({phase}) has an angle: all {n} are zero or not finite. Are the "
+                        "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room"
                     )
                 key = about | {"phase": phase}
                 rows += [key | row for row in _named_rows(state, everything, i, p)]

@@ -23,7 +23,7 @@ import pandas as pd
 from normgeo import figures, training_figures
 from normgeo.angles import measure_angles
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.files import numbered, taken, write_whole
+from normgeo.files import check_folder, numbered, taken, write_whole
 from normgeo.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.runs import disk_explained, new_record, now, safe_name, save_record
 from normgeo.training_state import whole_directory
@@ -82,6 +82,7 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
     if taken(out):
         hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
         raise RunError(f"{out} exists already; give another --out{hint}")
+    check_folder(out)
     points = find_checkpoints(folder)
     record = new_record(config) | {"checkpoints": str(folder)}
     try:

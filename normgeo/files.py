@@ -73,7 +73,7 @@ def _try(folder: Path, name: str = "normgeo") -> None:
 
 
 def _unwritable(out: Path, error: OSError, option: str = "--out") -> RunError:
-    return RunError(f"cannot write {out}: {error.strerror}; give another {option}")
+    return RunError(f"cannot write {out}: {error.strerror or error}; give another {option}")
 
 
 def write_table(frame: pd.DataFrame, out: Path | None) -> None:
@@ -91,7 +91,11 @@ def write_table(frame: pd.DataFrame, out: Path | None) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before."""
+    """Write a file so that it is there whole or, after a kill or on a full disk, as it was before.
+
+    A link stays one: the file that it names is written.
+    """
+    path = path.resolve() if path.is_symlink() else path
     scratch = path.with_name(path.name + PARTIAL)
     try:
         with scratch.open("wb") as file:

@@ -29,7 +29,7 @@ from normgeo import figures
 from normgeo.angles import AngleTable, new_statistics
 from normgeo.cost import check_space, cost
 from normgeo.errors import NormGeoError, RunError
-from normgeo.files import numbered, taken, write_whole
+from normgeo.files import check_folder, numbered, taken, write_whole
 from normgeo.job import Job, RunConfig, check_same, prepare
 from normgeo.models import EMBEDDED
 from normgeo.progress import progress_bar
@@ -59,6 +59,7 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
         raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
     if taken(out):
         raise RunError(f"{out} exists and is no run; give another --out")
+    check_folder(out)
     try:
         return _execute(config, out, {"status": "new", "models": {}}, **options)
     except NormGeoError:

@@ -91,7 +91,10 @@ class TokenStream:
         >>> [ids.tolist() for ids, _ in stream.contexts(0)]
         [[5, 6], [7], [8, 9], [10]]
         """
-        rows = np.atleast_2d(np.asarray(ids))
+        try:
+            rows = np.atleast_2d(np.asarray(ids))
+        except ValueError as error:  # rows of different lengths
+            raise DataError(f"{source}: token ids must be integers >= 0 in rows of one length ({error})") from error
         digest = _digest(rows) if rows.ndim == 2 and rows.size and rows.dtype.kind in "iu" else None
         if digest is None:
             raise DataError(
@@ -195,12 +198,13 @@ def read_documents(path: Path) -> Iterator[str]:
     if not path.is_file():
         raise DataError(f"no such data file: {path}")
     if path.suffix == ".txt":
-        yield path.read_text(encoding="utf-8", errors="replace")
+        yield _decoded(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _text_of(line, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                if (text := _decoded(line, where)).strip():
+                    yield _text_of(text, where)
     elif path.suffix == ".parquet":
         yield from _parquet_texts(path)
     else:
@@ -208,6 +212,15 @@ def read_documents(path: Path) -> Iterator[str]:
             f"unknown data format {path.suffix or '(no suffix)'!r} of {path}; known are .jsonl, .parquet and .txt "
             "with text, and .npy with token ids"
         )
+
+
+def _decoded(content: bytes, where: str | Path) -> str:
+    """Text, without a mark of its byte order: other encodings would be counted as other tokens, not be noticed."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.start:,} is {content[error.start]:#04x}"
+        raise DataError(f"{where} is no text in UTF-8 ({wrong}); convert it, as with iconv -t UTF-8") from error
 
 
 def _text_of(line: str, where: str) -> str:
@@ -229,7 +242,7 @@ def _parquet_texts(path: Path) -> Iterator[str]:
             if "text" not in file.schema_arrow.names:
                 raise DataError(f'{path} has no column "text"; its columns are {file.schema_arrow.names}')
             kind = file.schema_arrow.field("text").type
-            if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+            if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):  # null where there is no row
                 raise DataError(f'the column "text" of {path} should hold strings, and holds {kind}')
             for batch in file.iter_batches(batch_size=256, columns=["text"]):
                 yield from (text for text in batch.column(0).to_pylist() if text)

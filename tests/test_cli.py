@@ -197,7 +197,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
         (("train", "--resume", "a", "--lr", 3), "leave out --lr: beside --resume only --tensorboard may be given"),
         (("angles", "--store", "s", "--sites", "nothing", "--out", "c"), "no site matches 'nothing'"),
         (("angles", "--store", "s", "--out", "afile/c"), "cannot write to afile/c: afile is no directory"),
-        (("angles", home / "gpt2", *words[4:], "--out", "afile/c"), "afile/c cannot be written: Not a directory"),
+        (("angles", home / "gpt2", *words[4:], "--out", "afile/c"), "cannot write to afile/c: afile is no directory"),
         (("angles", "--store", "a"), "is no store"),
         (("verify", "a"), "is no store"),
     ):

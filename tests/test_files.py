@@ -90,6 +90,16 @@ def test_a_full_disk_leaves_the_table_that_was_there(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_the_file_behind_a_link_is_written(tmp_path):
+    link, file = tmp_path / "raw.parquet", tmp_path / "elsewhere" / "kept.parquet"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    for frame in (FRAME, FRAME * 2):  # one that is not there yet, and one that is
+        write_table(frame, link)
+        pd.testing.assert_frame_equal(pd.read_parquet(file), frame)
+    assert link.is_symlink()
+
+
 # --- analyses ---------------------------------------------------------------------------------------------------------
 
 

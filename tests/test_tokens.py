@@ -71,7 +71,7 @@ def test_a_stream_can_be_read_again_and_its_digest_names_its_content():
 
 
 @pytest.mark.parametrize(
-    "bad", [[], [[]], [[1.0, 2.0]], [[1, -1]], [["a"]], [[[1, 2]]], [True, False], np.array([None])]
+    "bad", [[], [[]], [[1.0, 2.0]], [[1, -1]], [["a"]], [[[1, 2]]], [[1, 2], [3]], [True, False], np.array([None])]
 )
 def test_arrays_that_are_no_ids_are_refused(bad):
     with pytest.raises(DataError, match="integers >= 0"):
@@ -273,12 +273,24 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, tokenizer, line):
     refused(path, tokenizer, r'data\.jsonl, line 2: .*"text"')
 
 
-def test_text_that_is_not_utf8_is_read_or_refused_but_does_not_crash(tmp_path, tokenizer):
-    for suffix, content in ((".jsonl", b'{"text": "caf\xe9 au lait"}\n'), (".txt", b"caf\xe9 au lait")):
-        path = tmp_path / f"latin{suffix}"
-        path.write_bytes(content)
-        found, _ = everything(load_tokens(path, tokenizer, 8))
-        assert "au lait" in tokenizer.decode(found)
+LATIN = {".jsonl": b'{"text": "good"}\n{"text": "caf\xe9 au lait"}\n', ".txt": b"caf\xe9 au lait"}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "where"), [(".jsonl", r"latin\.jsonl, line 2 .*byte 13 "), (".txt", r"latin\.txt .*byte 3 ")]
+)
+def test_text_of_another_encoding_is_refused(tmp_path, tokenizer, suffix, where):
+    (tmp_path / f"latin{suffix}").write_bytes(LATIN[suffix])
+    refused(tmp_path / f"latin{suffix}", tokenizer, where + r"is 0xe9\).*iconv")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, tokenizer, suffix):
+    plain = write(tmp_path, suffix)
+    marked = tmp_path / f"marked{suffix}"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    found, expected = (everything(load_tokens(path, tokenizer, 8))[0].tolist() for path in (marked, plain))
+    assert found == expected
 
 
 def test_parquet_without_text_or_of_another_type_or_format_is_refused(tmp_path, tokenizer):
@@ -287,6 +299,8 @@ def test_parquet_without_text_or_of_another_type_or_format_is_refused(tmp_path, 
     refused(path, tokenizer, r"no column \"text\".*body")
     pq.write_table(pa.table({"text": [1, 2, 3]}), path)
     refused(path, tokenizer, "text")
+    pq.write_table(pa.table({"text": pa.nulls(0)}), path)
+    refused(path, tokenizer, "no text in it")
     path.write_bytes(b"certainly not parquet")
     refused(path, tokenizer, "not a readable parquet file")
 
