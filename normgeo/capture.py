@@ -151,9 +151,17 @@ def _capture(
     config: CaptureConfig, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
     announce: Callable[[str], None], progress: bool,
 ) -> AngleTable | None:  # fmt: skip
-    ranks.take_gpu(config.run.device, config.run.device_map)
-    before = record and record["provenance"]["identity"]["about"]
-    job = prepare(config.run, config.run.models[0], before=before, first=ranks.first)
+    with ranks.heard():
+        ranks.take_gpu(config.run.device, config.run.device_map)
+        before = record and record["provenance"]["identity"]["about"]
+        job = prepare(config.run, config.run.models[0], before=before, first=ranks.first)
+        return _capture_job(config, job, storage, record, ranks, announce, progress)
+
+
+def _capture_job(
+    config: CaptureConfig, job: Job, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
+    announce: Callable[[str], None], progress: bool,
+) -> AngleTable | None:  # fmt: skip
     plan, where = _planned(config, job), str(storage)
     with ExitStack() as held, disk_explained(where), ranks.told_to_end():
         about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))

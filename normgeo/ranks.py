@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,12 @@ __all__ = ["Ranks", "is_first"]
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
+BEAT_SECONDS = 5.0
+SILENCE_SECONDS = 300.0
+"""After which a process that was not heard of is taken for dead: one that loads a model may be silent for long."""
+
+FAILED = b"failed"
+SAFE = "what is committed is safe: give --resume"
 _meetings = itertools.count()
 
 
@@ -98,19 +104,65 @@ class Ranks:
         """Say that this process has done its share; the first waits for the others to say so."""
         if self.store is None:
             return
-        self.store.set(f"{name}/{self.rank}", "done")
-        for other in range(self.size if self.rank == 0 else 0):
-            self._get(f"{name}/{other}")
+        with self._reached() as store:
+            store.set(f"{name}/{self.rank}", "done")
+        for other in range(1, self.size if self.rank == 0 else 1):
+            self._get(f"{name}/{other}", other)
 
-    def _get(self, name: str) -> bytes:
-        """Wait for a value as long as it takes, and not in C, where signals would wait too."""
+    def _get(self, name: str, of: int = 0) -> bytes:
+        """Wait for what a process says as long as it lives, and not in C, where signals would wait too."""
+        heard, at = b"", time.monotonic()
+        with self._reached() as store:
+            while not store.check([name]):
+                now, beat = time.monotonic(), f"alive/{of}"
+                if of and store.check([beat]) and (last := store.get(beat)) != heard:
+                    heard, at = last, now
+                if heard == FAILED and not store.check([name]):
+                    raise NormGeoError(f"process {of} of the run failed, and says why itself; {SAFE}")
+                if of and now - at > SILENCE_SECONDS:
+                    raise NormGeoError(f"process {of} of the run was not heard of for {now - at:.0f} s; {SAFE}")
+                time.sleep(POLL_SECONDS)
+            return store.get(name)
+
+    @contextmanager
+    def _reached(self) -> Iterator[Store]:
+        """What all share. It is the first process's, or its launcher's, and ends with it."""
         assert self.store is not None
         try:
-            while not self.store.check([name]):
-                time.sleep(POLL_SECONDS)
-            return self.store.get(name)
+            yield self.store
         except RuntimeError as error:
             raise NormGeoError(f"the first process of the run has ended: {str(error).splitlines()[0]}") from error
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While inside, the first process hears that this one lives, and at the end of it whether it failed.
+
+        A launcher ends all processes when one dies. Others do not (`srun`, a shell), and the first would wait forever.
+        """
+        if self.store is None or self.rank == 0:
+            yield
+            return
+        store, over = self.store, threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # nobody listens
+                for number in itertools.count():
+                    store.set(f"alive/{self.rank}", str(number))
+                    if over.wait(BEAT_SECONDS):
+                        return
+
+        beating = threading.Thread(target=beat, daemon=True)
+        beating.start()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            over.set()
+            beating.join()
+            if failed:
+                with suppress(RuntimeError):
+                    store.set(f"alive/{self.rank}", FAILED.decode())
 
     @contextmanager
     def told_to_end(self) -> Iterator[None]:

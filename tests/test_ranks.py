@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from stores import CONTEXT, captured, config, content, unfinished
 from torch.distributed import HashStore
 
-from normgeo import AngleTable, HiddenStateStore, job, packing, tokens
+from normgeo import AngleTable, HiddenStateStore, capture, job, packing, tokens
 from normgeo.capture import CaptureConfig, resume_capture, start_capture
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.ranks import Ranks
@@ -120,6 +121,62 @@ def test_what_the_first_process_refuses_ends_all(home, copy):
     found = by_ranks(3, lambda ranks: start_capture(config(home), copy, ranks=ranks, progress=False))
     assert "already holds a store" in str(found[0])
     assert [type(error) for error in found[1:]] == [SystemExit] * 2
+
+
+def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):
+    write = capture._write
+
+    def all_but_the_last(config, job, plan, storage, rows, progress):
+        if plan.layout.rows - 1 in rows:
+            raise StoreError("no more of this")
+        write(config, job, plan, storage, rows, progress)
+
+    path = tmp_path / "together"
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "_write", all_but_the_last)
+        found = by_ranks(2, lambda ranks: start_capture(config(home), path, ranks=ranks, progress=False))
+    assert str(found[1]) == "no more of this"
+    assert str(found[0]).startswith("process 1 of the run failed, and says why itself; what is committed is safe")
+    by_ranks(2, lambda ranks: resume_capture(path, ranks=ranks, progress=False))
+    assert content(path) == content(store)
+
+
+SILENT = """
+import os, sys, time
+from normgeo import ranks
+from normgeo.errors import NormGeoError
+ranks.BEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 2.0
+mine = ranks.Ranks.from_environment()
+with mine.heard():
+    if mine.rank:
+        mine.done("begun")
+        time.sleep(100)
+    mine.done("begun")
+    print("begun", flush=True)
+    try:
+        mine.done("written")
+    except NormGeoError as error:
+        sys.exit(str(error))
+"""
+
+
+def test_a_killed_process_is_missed_without_a_launcher(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", SILENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env=os.environ | where | {"RANK": str(rank), "PYTHONPATH": str(ROOT)})
+        for rank in range(2)
+    ]  # fmt: skip
+    assert started[0].stdout.readline() == "begun\n"
+    time.sleep(3)  # longer than one may be silent
+    assert started[0].poll() is None
+    started[1].kill()
+    _, error = started[0].communicate(timeout=60)
+    started[1].communicate()
+    assert started[0].returncode == 1
+    assert error.startswith("process 1 of the run was not heard of for 2 s; what is committed is safe")
 
 
 def test_one_run_at_a_time(home, copy):
