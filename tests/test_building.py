@@ -128,12 +128,12 @@ def test_without_a_compiler_torch_is_used(cache, monkeypatch):
 def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypatch):
     broken = cache / "g++"
     broken.write_text(
-        '#!/bin/sh\ncase "$1" in --version) echo broken 1.0;; *) echo "no such thing" >&2; exit 3;; esac\n'
+        '#!/bin/sh\ncase "$1" in --version) echo broken 1.0;; *) echo "In f:\nerror: no such" >&2; exit 3;; esac\n'
     )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{cache}:{os.environ['PATH']}")
     monkeypatch.delenv("CXX", raising=False)
-    assert fails() == f"{broken} failed (no such thing); the environment's CXX names another compiler"
+    assert fails() == f"{broken} failed (error: no such); the environment's CXX names another compiler"
     assert shared_objects(cache) == []
 
 

@@ -69,8 +69,8 @@ def _run(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
     except subprocess.CalledProcessError as error:
-        line = (error.stderr or "").strip().splitlines()
-        why = line[0] if line else error.returncode
+        lines = (error.stderr or "").strip().splitlines()
+        why = next((line for line in lines if "error" in line), lines[0] if lines else error.returncode)
         raise RuntimeError(f"{command[0]} failed ({why}); the environment's CXX names another compiler") from error
     except subprocess.SubprocessError as error:
         raise RuntimeError(str(error)) from error

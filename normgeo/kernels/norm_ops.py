@@ -108,7 +108,8 @@ def _directly(flags: tuple[str, ...]) -> Operators | None:
     if not (python / "Python.h").exists():
         return None
     try:
-        path = str(compiled(DIRECT, (*flags, f"-I{python}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)))
+        flags = (*flags, "-std=c++20", f"-I{python}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)  # from torch 2.15 on
+        path = str(compiled(DIRECT, flags))
         loader = ExtensionFileLoader("normgeo.kernels.norms_direct", path)
         module: Any = loader.create_module(ModuleSpec(loader.name, loader, origin=path))
         return _checked(Operators(module.norm, module.add_norm_, True, path))

@@ -14,6 +14,10 @@ namespace normgeo {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+void check(bool good, const char* what) {
+    if (!good) throw std::runtime_error(what);
+}
+
 // Contiguous, of x's shape and dtype. torch::stable::empty_like finds its operator by name, which takes as long as a
 // token's norm.
 inline Tensor made_like(const Tensor& x) {
@@ -24,14 +28,11 @@ inline Tensor made_like(const Tensor& x) {
     for (int64_t i = dim - 1; i >= 0; step *= x.size(i--)) strides[i] = step;
     int32_t dtype;
     AtenTensorHandle made;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, x.sizes().data(), strides, dtype,
-                                                           aoti_torch_device_type_cpu(), 0, &made));
+    check(aoti_torch_get_dtype(x.get(), &dtype) == AOTI_TORCH_SUCCESS &&
+              aoti_torch_empty_strided(dim, x.sizes().data(), strides, dtype, aoti_torch_device_type_cpu(), 0, &made) ==
+                  AOTI_TORCH_SUCCESS,
+          "torch has no memory for what normgeo's norms give");
     return Tensor(made);
-}
-
-void check(bool good, const char* what) {
-    if (!good) throw std::runtime_error(what);
 }
 
 inline int type_of(const Tensor& t) {
