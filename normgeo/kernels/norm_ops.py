@@ -108,7 +108,7 @@ def _directly(flags: tuple[str, ...]) -> Operators | None:
     if not (python / "Python.h").exists():
         return None
     try:
-        flags = (*flags, "-std=c++20", f"-I{python}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)  # from torch 2.15 on
+        flags = (*flags, "-std=c++2a", f"-I{python}", "-w", "-lc10", "-ltorch_python", *UNDEFINED)  # from torch 2.15 on
         path = str(compiled(DIRECT, flags))
         loader = ExtensionFileLoader("normgeo.kernels.norms_direct", path)
         module: Any = loader.create_module(ModuleSpec(loader.name, loader, origin=path))
