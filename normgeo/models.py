@@ -169,7 +169,7 @@ def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[P
     """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
     if raw.get("model_type") == TwinConfig.model_type:
-        raw.pop("model_type")  # the class says it
+        raw = {k: v for k, v in raw.items() if k not in ("model_type", "_commit_hash")}  # said by class and path
         return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
     if str(raw.get("model_type", "")).startswith(PREFIX) and "normgeo" in raw:
         return _converted(raw)
