@@ -18,7 +18,7 @@ from normgeo.checkpoint import native_class, new_directory, save
 from normgeo.conversion import Conversion, convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
-from normgeo.models import EMBEDDED, explained, load_model, load_tokenizer, max_context, pick_dtype, usable_device
+from normgeo.models import explained, load_model, load_tokenizer, max_context, pick_dtype, usable_device, whence
 from normgeo.sharded import convert_sharded
 from normgeo.stream import check_context
 from normgeo.tokens import load_tokens
@@ -123,12 +123,12 @@ def convert_checkpoint(
 
 def _folder(name: str, revision: str | None) -> Path:
     """Where the checkpoint is on this machine; a hub's is downloaded."""
-    local = EMBEDDED.get(name, Path(name))
-    if local.is_dir():
-        return local
-    options = {"allow_patterns": ["*.safetensors", "*.json", "*.txt", "*.model"], "revision": revision}
+    path, options = whence(name, revision)
+    if Path(path).is_dir():
+        return Path(path)
+    options["allow_patterns"] = ["*.safetensors", "*.json", "*.txt", "*.model"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, **options))
+        return Path(huggingface_hub.snapshot_download(path, **options))
     except (OSError, ValueError) as error:
         raise explained(name, error) from error
 

@@ -45,6 +45,7 @@ __all__ = [
     "twin",
     "usable_device",
     "weights_digest",
+    "whence",
 ]
 
 ASSETS = Path(__file__).parent / "assets"
@@ -133,9 +134,7 @@ def load_model(
     Raises:
         ModelError: the model is missing, gated, without safetensors weights, or its class is not known.
     """
-    path = str(EMBEDDED.get(str(name), name))
-    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
-    options: dict[str, Any] = {"revision": revision} if revision else {}
+    path, options = whence(name, revision)
     try:
         config, cls = config_and_class(path, options, trust_remote_code)
         model = cls.from_pretrained(
@@ -163,6 +162,19 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(
         said in str(error).lower() for said in ("out of memory", "allocate memory", "not enough memory")
     )
+
+
+def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The path or hub id that a model is loaded from, and its revision as an option: table 1's are pinned.
+
+    Raises:
+        ModelError: a revision of what is on this machine.
+    """
+    path = str(EMBEDDED.get(str(name), name))
+    if revision and Path(path).is_dir():
+        raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")
+    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
+    return path, {"revision": revision} if revision else {}
 
 
 def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
@@ -242,9 +254,7 @@ def _hub_id(name: str) -> bool:
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
     """The tokenizer that goes with a model, or None where the model has none."""
-    path = str(EMBEDDED.get(str(name), name))
-    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
-    options = {"revision": revision} if revision else {}
+    path, options = whence(name, revision)
     own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
     auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
     try:

@@ -7,6 +7,7 @@ import torch
 from zoo import CONFIGS, tiny
 
 from normgeo import convert, load_model, load_tokenizer, load_tokens
+from normgeo.converting import convert_checkpoint
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
 from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
@@ -98,6 +99,28 @@ def test_pinned_revisions_are_what_is_asked_of_the_hub(monkeypatch):
         with pytest.raises(ModelError):
             load_model(card.hub_id)
     assert asked == [(card.hub_id, {"revision": card.revision}) for card in TABLE_1]
+
+
+def test_what_is_downloaded_whole_is_pinned_too(monkeypatch, tmp_path):
+    asked = []
+
+    def record(name, **options):
+        asked.append((name, options["revision"]))
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", record)
+    for revision in (None, "main"):
+        with pytest.raises(ModelError):
+            convert_checkpoint(TABLE_1[0].hub_id, tmp_path / "out", revision=revision)
+    assert asked == [(TABLE_1[0].hub_id, TABLE_1[0].revision), (TABLE_1[0].hub_id, "main")]
+
+
+def test_what_is_on_this_machine_has_no_revision(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    for name in ("embedded-layernorm", tmp_path / "in"):
+        for refused in (load_model, load_tokenizer):
+            with pytest.raises(ModelError, match="where it has no revision 'v1': leave out --revision"):
+                refused(name, revision="v1")
 
 
 def test_digest_sees_every_weight():

@@ -201,6 +201,6 @@ def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
 
 def test_by_shard_takes_what_it_honours(tmp_path):
     tiny("gpt2").save_pretrained(tmp_path / "in")
-    honoured = ["--to", "rmsnorm", "--trust-remote-code", "--revision", "main"]
+    honoured = ["--to", "rmsnorm", "--trust-remote-code"]
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard", *honoured])
     assert result.exception is None
