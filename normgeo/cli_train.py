@@ -32,7 +32,9 @@ def train(
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or directory.", show_default="learnt from a file; GPT-2's for streams")
     ] = None,
-    vocabulary: Annotated[int, typer.Option(help="Size of the BPE vocabulary learnt from the data.")] = 4096,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Size of the vocabulary learnt from a file, or of its ids.", show_default="4096")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all processes.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Passes that a process makes for one step.")] = None,

@@ -35,7 +35,7 @@ from normgeo.twins import train_tokenizer
 __all__ = ["TrainConfig", "default_out", "resume_training", "start_training"]
 
 GPT2 = "openai-community/gpt2"
-SAME = ("data_sha256", "vocabulary")
+VOCABULARY, SMALLEST = 4096, 257
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TrainConfig:
         data: openwebtext, wikipedia, sample, or a file that `normgeo angles` takes.
         exclude: a file of documents to leave out: the held-out text.
         tokenizer: hub id or directory; None learns one from a file of text, and is GPT-2's for what is streamed.
-        vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file.
+        vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file; None is 4096.
         device: auto, cpu, cuda or mps.
     """
 
@@ -55,7 +55,7 @@ class TrainConfig:
     data: str = "openwebtext"
     exclude: str | None = None
     tokenizer: str | None = None
-    vocabulary: int = 4096
+    vocabulary: int | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -90,6 +90,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
         raise RunError(f"{out} exists already; {hint}give another --out")
     check_folder(out)
+    _check(config)
     tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, None)
     record = {
         "config": asdict(config), "recipe": described(recipe), "vocabulary": vocabulary,
@@ -135,6 +136,19 @@ def _read(out: Path) -> dict[str, Any]:
         raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
 
 
+def _check(config: TrainConfig) -> None:
+    """Refuse what would be ignored, and a vocabulary that cannot hold every byte and the end of a text."""
+    ids, name = config.data.endswith(".npy"), config.tokenizer or (GPT2 if config.data in HUB else None)
+    if ids and config.tokenizer:
+        raise NormGeoError(f"{config.data} holds token ids, which need no tokenizer: leave out --tokenizer")
+    if config.vocabulary is None:
+        return
+    if name:
+        raise NormGeoError(f"the tokenizer {name} has a vocabulary of its own: leave out --vocabulary")
+    if config.vocabulary < (least := 1 if ids else SMALLEST):
+        raise NormGeoError(f"--vocabulary must be at least {least}, received {config.vocabulary}")
+
+
 def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple[Any, Corpus, int, set[str]]:
     """The tokenizer, the data, the size of the vocabulary and the excluded documents."""
     if config.data in HUB:
@@ -142,7 +156,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple
     excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
     corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
-    vocabulary = config.vocabulary if tokenizer is None else len(tokenizer)
+    vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
     if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
         raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
     return tokenizer, corpus, vocabulary, excluded
@@ -156,7 +170,8 @@ def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> 
     name = config.tokenizer or (GPT2 if config.data in HUB else None)
     if name is None:
         path = SAMPLE if config.data == "sample" else Path(config.data)
-        return train_tokenizer((text for text in read_documents(path) if text not in excluded), config.vocabulary)
+        texts = (text for text in read_documents(path) if text not in excluded)
+        return train_tokenizer(texts, config.vocabulary or VOCABULARY)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise DataError(f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id")

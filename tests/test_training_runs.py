@@ -88,6 +88,23 @@ def test_another_text_is_not_resumed(tmp_path, normgeo):
     assert "another data_sha256" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--data", "text.jsonl", "--vocabulary", 256), "--vocabulary must be at least 257, received 256"),
+        (("--data", "ids.npy", "--vocabulary", 0), "--vocabulary must be at least 1, received 0"),
+        (("--data", "ids.npy", "--tokenizer", "t"), "ids.npy holds token ids, which need no tokenizer"),
+        (("--data", "text.jsonl", "--tokenizer", "t", "--vocabulary", 300), "the tokenizer t has a vocabulary of its"),
+        (("--vocabulary", 300), "the tokenizer openai-community/gpt2 has a vocabulary of its own: leave out"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words, says, tmp_path, normgeo):
+    status, _, error = normgeo("train", *words, "--out", tmp_path / "twins")
+    assert status == 1
+    assert says in " ".join(error.split())
+    assert not (tmp_path / "twins").exists()
+
+
 def test_two_processes_train_one_model(tmp_path):
     articles(tmp_path)
     with socket.socket() as free:
