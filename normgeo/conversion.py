@@ -168,7 +168,8 @@ def decompress(model: PreTrainedModel) -> Conversion:
     recipe["shapes"] = {}
     _note(exact, recipe)
     result = copy.deepcopy(exact)
-    dtypes = {name: value.dtype for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    stored = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    dtypes = {name: value.dtype for name, value in stored}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
     sites = [site for site in find_sites(exact, example_inputs(exact)) if site.name in recipe["norms"]]

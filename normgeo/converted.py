@@ -151,7 +151,9 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
         put(model, name, TiedHead.of(model.get_submodule(name)))
     for name in recipe.get("tables", ()):
         owner, _, last = name.rpartition(".")
-        model.get_submodule(owner)._non_persistent_buffers_set.discard(last)
+        module = model.get_submodule(owner)
+        module._non_persistent_buffers_set.discard(last)
+        module._buffers[last] = module.get_buffer(last).detach().clone()  # an nn.Buffer says of itself it is not kept
     for place in recipe.get("recenter", ()):
         recenter_at(model, *place)
 

@@ -153,8 +153,9 @@ def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
 
     About 1 for unrelated summands, sqrt(d) for equal ones, and rounding when the sum vanishes.
     """
-    g = gradient.movedim(axis, 0).flatten(1) if gradient.ndim > 1 else gradient[:, None]
-    w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights
+    g = gradient.double()  # some routers turn their parameters to float32 themselves
+    g = g.movedim(axis, 0).flatten(1) if g.ndim > 1 else g[:, None]
+    w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights.double()
     scale = (w.square() @ g.square().sum(1)).sqrt()
     return torch.where(scale > 0, (w @ g).norm(dim=1) / scale, torch.inf)
 

@@ -41,10 +41,15 @@ def native_model(conversion: Conversion) -> PreTrainedModel | None:
 def _candidate(converted: PreTrainedModel, config_class: Any, model_class: Any, eps: float) -> PreTrainedModel | None:
     settings = converted.config.to_dict()
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
-    known -= {"model_type", "architectures", "transformers_version", "rms_norm_eps", "_name_or_path"}
-    config = config_class(**{k: v for k, v in settings.items() if k in known}, rms_norm_eps=eps)
-    with torch.device("meta"):
-        empty = model_class(config)
+    try:
+        if _changed(converted.config) - known:
+            return None
+        known -= {"model_type", "architectures", "transformers_version", "rms_norm_eps", "_name_or_path"}
+        config = config_class(**{k: v for k, v in settings.items() if k in known}, rms_norm_eps=eps)
+        with torch.device("meta"):
+            empty = model_class(config)
+    except Exception:
+        return None  # settings of another architecture, each refused in its own way
     state = {k: v.detach() for k, v in converted.state_dict().items()}
     wanted = {k: v.shape for k, v in empty.state_dict().items()}
     for name in wanted.keys() - state.keys():
@@ -56,6 +61,12 @@ def _candidate(converted: PreTrainedModel, config_class: Any, model_class: Any, 
     model.load_state_dict(state)
     model.generation_config = copy.deepcopy(converted.generation_config)
     return model.to(converted.device).eval()
+
+
+def _changed(config: Any) -> set[str]:
+    """Settings unlike their architecture's own, eps aside: one that is lost may show on inputs that are not tried."""
+    usual = type(config)().to_dict()
+    return {k for k, v in config.to_dict().items() if k != "normgeo" and not k.endswith("eps") and v != usual.get(k)}
 
 
 def _equal(converted: PreTrainedModel, model: PreTrainedModel) -> bool:

@@ -134,7 +134,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
         raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
-    tensors = [t for value in result.values() for t in _flat(value)]
+    tensors = [t for key, value in result.items() if key != "state" for t in _flat(value)]  # RWKV's cache is a list
     if not tensors:
         raise ModelError(f"{name} returned no tensor to compare")
     if not all(torch.isfinite(t).all() for t in tensors):

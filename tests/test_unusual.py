@@ -1,0 +1,84 @@
+"""Models that are converted and saved like others, though a setting, a table or a cache of theirs is unusual."""
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+
+from normgeo import convert, decompress, load_model
+from normgeo.architectures import architectures, tiny
+from normgeo.checkpoint import save
+from normgeo.models import example_inputs
+
+CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
+GPT_NEO = {
+    "vocab_size": 96, "max_position_embeddings": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OPT = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 16,
+}  # fmt: skip
+NLLB_MOE = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_experts": 4,
+    "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64, "max_position_embeddings": 128,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def logits(model, inputs):
+    return model(**inputs).logits.double()
+
+
+def test_a_setting_that_another_class_would_lose_is_kept(tmp_path):
+    """Clipped keys show only on inputs with large ones, as a first token's are."""
+    model = zoo.tiny("olmo", clip_qkv=8.0, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    inputs = {"input_ids": torch.tensor([[1, 5, 9, 30, 31, 77]])}
+    with torch.no_grad():
+        row = model.get_input_embeddings().weight[1]
+        row -= row.mean()
+        row *= 3 / row.std()
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight += 3 * row / row.norm()
+    before = logits(model, inputs)
+    model.config.clip_qkv = None
+    assert (logits(model, inputs) - before).abs().max() > 1e-3 * before.abs().max()
+    model.config.clip_qkv = 8.0
+    save(convert(model), tmp_path / "out")
+    torch.testing.assert_close(logits(load_model(tmp_path / "out"), inputs), before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [(hf.CTRLLMHeadModel, hf.CTRLConfig(**CTRL)), (hf.GPTNeoForCausalLM, hf.GPTNeoConfig(**GPT_NEO))],
+)
+def test_what_is_loaded_again_is_equal(cls, config, tmp_path):
+    """CTRL's positions are a buffer that says of itself it is not kept; GPT-Neo's sizes are none that Llama takes."""
+    torch.manual_seed(0)
+    model = zoo.perturb(cls(config).eval())
+    save(convert(model), tmp_path / "out")
+    inputs = example_inputs(model)
+    torch.testing.assert_close(
+        logits(load_model(tmp_path / "out"), inputs), logits(model, inputs), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_cache_that_is_a_list_is_no_output():
+    rwkv = next(a for a in architectures() if a.model_type == "rwkv")
+    assert convert(zoo.perturb(tiny(rwkv).eval())).certificate.passed
+
+
+def test_a_router_in_single_precision_is_converted():
+    torch.manual_seed(0)
+    model = zoo.perturb(hf.NllbMoeForConditionalGeneration(hf.NllbMoeConfig(**NLLB_MOE)).eval())
+    assert convert(model).certificate.passed
+
+
+def test_a_tie_inside_a_compressed_model_decompresses():
+    torch.manual_seed(0)
+    model = zoo.perturb(hf.OPTForCausalLM(hf.OPTConfig(**OPT)).eval())
+    back = decompress(convert(model, "crmsnorm").model).model
+    inputs = example_inputs(model)
+    torch.testing.assert_close(logits(back, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
