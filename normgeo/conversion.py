@@ -230,6 +230,12 @@ def _check(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, tra
     if trainable and to != "rmsnorm":
         raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
+    if torch.is_inference_mode_enabled():
+        raise ConversionError(
+            "what to center is found by gradients, which torch.inference_mode forbids: leave it first"
+        )
     for attribute, remedy in REMEDY.items():
         if getattr(model.config, attribute, None) or getattr(model, attribute, None):
             raise ConversionError(f"{name} cannot be converted: {remedy}")

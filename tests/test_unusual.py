@@ -8,6 +8,7 @@ import zoo
 from normgeo import convert, decompress, load_model
 from normgeo.architectures import architectures, tiny
 from normgeo.checkpoint import save
+from normgeo.errors import ConversionError
 from normgeo.models import example_inputs
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
@@ -82,3 +83,9 @@ def test_a_tie_inside_a_compressed_model_decompresses():
     back = decompress(convert(model, "crmsnorm").model).model
     inputs = example_inputs(model)
     torch.testing.assert_close(logits(back, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_gradients_are_needed():
+    with pytest.raises(ConversionError, match=r"torch\.inference_mode forbids: leave it first"):
+        convert(zoo.tiny("gpt2"))
