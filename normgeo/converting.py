@@ -18,7 +18,16 @@ from normgeo.checkpoint import native_class, new_directory, save
 from normgeo.conversion import Conversion, convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
-from normgeo.models import explained, load_model, load_tokenizer, max_context, pick_dtype, usable_device, whence
+from normgeo.models import (
+    EMBEDDED,
+    explained,
+    load_model,
+    load_tokenizer,
+    max_context,
+    pick_dtype,
+    usable_device,
+    whence,
+)
 from normgeo.sharded import convert_sharded
 from normgeo.stream import check_context
 from normgeo.tokens import load_tokens
