@@ -28,8 +28,9 @@ from normgeo.architectures import Architecture, architectures, tiny
 from normgeo.centering import SIDE
 from normgeo.conversion import Conversion, convert
 from normgeo.errors import NormGeoError
-from normgeo.models import default_dtype, example_inputs
+from normgeo.models import default_dtype
 from normgeo.probing import float64_copy, outputs_of
+from normgeo.reaching import reaching_inputs
 from normgeo.sites import NormSite, find_sites
 
 VERDICTS = ("complete", "partial", "refused", "none", "wrong", "crash")
@@ -55,6 +56,7 @@ class Row:
         family: one of `FAMILIES`.
         sites: norms in a forward pass.
         replaced, kept, untouched, recentered: what conversion did, as in `Conversion`.
+        unreached: parameters as wide as a stream that no made-up input reached, of which nothing is known.
         error_rel: largest error of any output, both models in float64, on inputs that conversion did not see.
         verdict: `complete`, no LayerNorm is left on the main branch; `partial`, some are; `refused`; `none`, there was
             nothing to convert; `wrong`, the error is above the certificate's tolerance; `crash`, an unforeseen error.
@@ -70,6 +72,7 @@ class Row:
     kept: int = 0
     untouched: int = 0
     recentered: int = 0
+    unreached: int = 0
     error_rel: float = math.nan
     verdict: str = "none"
     reason: str = ""
@@ -93,7 +96,7 @@ def cover(architecture: Architecture) -> Row:
     row, layernorms = Row(architecture.model_type, architecture.cls, architecture.task), False
     try:
         model = tiny(architecture)
-        inputs = example_inputs(model)
+        inputs = reaching_inputs(model)
         _runs(model, inputs)
         row = replace(row, family="none")
         sites = find_sites(model, inputs, qk=True)
@@ -105,6 +108,7 @@ def cover(architecture: Architecture) -> Row:
     except Exception as error:
         return replace(row, verdict="crash", reason=f"{type(error).__name__}: {_line(error)}")
     counts = {k: len(getattr(conversion, k)) for k in ("replaced", "kept", "untouched", "recentered")}
+    counts["unreached"] = len(conversion.certificate.unreached)
     wrong = not error <= conversion.certificate.tolerance
     verdict = "wrong" if wrong else "partial" if conversion.kept else "complete"
     return replace(row, verdict=verdict, error_rel=error, reason=_reasons(conversion), **counts)
@@ -123,7 +127,7 @@ def _converted(model: PreTrainedModel) -> tuple[Conversion, float]:
     model = float64_copy(model, tied=True)
     with default_dtype(torch.float64):
         conversion = convert(model)
-        inputs = example_inputs(model, 9, seed=3)
+        inputs = reaching_inputs(model, 9, seed=3)
         with torch.no_grad():
             pairs = zip(outputs_of(model, inputs), outputs_of(conversion.model, inputs), strict=True)
             return conversion, max(((x - y).abs().max() / x.abs().max()).item() for x, y in pairs)
@@ -247,8 +251,8 @@ def markdown(frame: pd.DataFrame) -> str:
 
 UNBUILT = {"model_type": "architecture", "cls": "class", "reason": "why"}
 COLUMNS = {"model_type": "architecture", "cls": "class", "task": "task", "sites": "norms", "replaced": "replaced",
-           "kept": "kept", "untouched": "side", "recentered": "recentered", "error_rel": "error",
-           "verdict": "verdict", "reason": "reason"}  # fmt: skip
+           "kept": "kept", "untouched": "side", "recentered": "recentered", "unreached": "unreached",
+           "error_rel": "error", "verdict": "verdict", "reason": "reason"}  # fmt: skip
 
 
 def _cell(value: Any) -> str:

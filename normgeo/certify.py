@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
 from normgeo.probing import outputs_of
+from normgeo.reaching import reaching_inputs, without_effect
+from normgeo.sites import evaluating
 
-__all__ = ["Certificate", "certificate_inputs", "certify"]
+__all__ = ["Certificate", "certificate_inputs", "certify", "listed"]
 
 EXACT = 1e-10
 SINGLE = 1e-5
@@ -42,6 +44,8 @@ class Certificate:
         tokens: how many tokens of real text were compared; 0 when only made-up inputs were.
         site_mean: largest |mean| / rms of what a replaced norm is given, in float64.
         replaced, kept, untouched, recentered: how many.
+        unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether
+            they write into a stream is not known: for inputs that reach them the certificate says nothing.
     """
 
     passed: bool
@@ -63,6 +67,7 @@ class Certificate:
     kept: int
     untouched: int
     recentered: int
+    unreached: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The fields as JSON."""
@@ -70,11 +75,17 @@ class Certificate:
 
     def table(self) -> str:
         """The fields as lines a person reads."""
-        rows = [(name.replace("_", " "), value) for name, value in asdict(self).items()]
+        shown = asdict(self) | {"unreached": listed(self.unreached) or None}
+        rows = [(name.replace("_", " "), value) for name, value in shown.items()]
         width = max(len(name) for name, _ in rows)
         precise = {"perplexity original", "perplexity converted"}
         show = lambda n, v: v if not isinstance(v, float) else f"{v:.6f}" if n in precise else f"{v:.3g}"  # noqa: E731
         return "\n".join(f"{n:<{width}}  {show(n, v)}" for n, v in rows if v is not None)
+
+
+def listed(names: Sequence[str]) -> str:
+    """How many names there are, and the first three."""
+    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
 
 
 class _SingleInside(TorchDispatchMode):
@@ -90,9 +101,12 @@ class _SingleInside(TorchDispatchMode):
 
 
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """Inputs to compare on: several lengths, each with its own random content; none where only a user can make them."""
+    """Inputs to compare on, each with its own random content: several lengths, and one that reaches all it can.
+
+    None where only a user can make them.
+    """
     try:
-        return several_inputs(model)
+        return [*several_inputs(model), reaching_inputs(model, seed=1)]
     except ModelError:
         return []
 
@@ -116,9 +130,13 @@ class _OwnDtype:
         self.causal = original.can_generate() and not original.config.is_encoder_decoder
 
     def add(self, batch: dict[str, Tensor], truth: list[Tensor], *, real: bool) -> None:
-        first, second = (outputs_of(model, batch) for model in self.models)
+        with evaluating(self.models[0]), evaluating(self.models[1]):
+            first, second = (outputs_of(model, batch) for model in self.models)
         self.base, self.own = max(self.base, _worst(truth, first)[1]), max(self.own, _worst(truth, second)[1])
-        p, q = first[0].double().log_softmax(-1), second[0].double().log_softmax(-1)
+        which = next((i for i, x in enumerate(first) if x.ndim), None)  # a loss comes before the logits
+        if which is None:
+            return
+        p, q = first[which].double().log_softmax(-1), second[which].double().log_softmax(-1)
         self.kl += (p.exp() * (p - q)).sum(-1).mean().item()
         self.top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item()
         self.batches += 1
@@ -143,6 +161,7 @@ def certify(
     site_mean: float,
     counts: dict[str, int],
     real: Sequence[dict[str, Tensor]] = (),
+    unreached: Sequence[str] = (),
 ) -> Certificate:
     """Compare a conversion with its original, both in float64 and in their own dtype.
 
@@ -155,6 +174,7 @@ def certify(
         site_mean: largest mean share at a replaced norm.
         counts: how many norms were replaced, kept, untouched, and places recentered.
         real: batches of real text (`input_ids`), which are compared as well, and give the perplexity.
+        unreached: parameters that the inputs before these did not reach.
 
     Raises:
         ModelError: an output is NaN or infinite.
@@ -173,6 +193,6 @@ def certify(
     return Certificate(
         relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
         tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
-        own.kl / own.batches, own.top1 / own.batches, own.perplexity(0), own.perplexity(1), own.tokens, site_mean,
-        **counts,
+        own.kl / max(own.batches, 1), own.top1 / max(own.batches, 1), own.perplexity(0), own.perplexity(1), own.tokens,
+        site_mean, **counts, unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
     )  # fmt: skip

@@ -175,6 +175,7 @@ def convert(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
 ) -> None:
     """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
+    from normgeo.certify import listed
     from normgeo.converting import convert_checkpoint
 
     quiet()
@@ -196,6 +197,11 @@ def convert(
             f"  recentered {place.module} ({place.side} {place.argument}): costs what a LayerNorm's mean cost"
         )
     console.print(conversion.certificate.table())
+    if unreached := conversion.certificate.unreached:
+        console.print(
+            f"[yellow]warning[/]: no input reached {listed(unreached)}; for inputs that do, nothing is certified: "
+            "convert(model, inputs=...) in Python takes them"
+        )
     code = ", trust_remote_code=True" if how == "remote" else ""
     console.print(f"{out}: load it with from_pretrained({str(out)!r}{code})")
 

@@ -154,6 +154,8 @@ def compress(
 def _downstream(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Shift]:
     """The writers that no explicit recenter follows: what is recentered later has to be whole until then."""
     writers = [*gauge.writers, *gauge.scaled]
+    if not writers:  # every mean is removed explicitly
+        return []
     parameters = [exact.get_parameter(name).requires_grad_(True) for name, _ in writers]
     with torch.enable_grad(), site_inputs(exact, gauge.layernorms) as given:
         outputs_of(exact, inputs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.centering import SIDE, center_all
-from normgeo.certify import Certificate, certificate_inputs, certify
+from normgeo.certify import Certificate, certificate_inputs, certify, listed
 from normgeo.compression import compress, expand, fold
+from normgeo.conversion_checks import check_inputs, check_model
 from normgeo.converted import rebuild
-from normgeo.errors import ConversionError, NormGeoError
+from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.gauge import INVISIBLE, Gauge, find_gauge
-from normgeo.models import example_inputs, saved_elsewhere
+from normgeo.models import saved_elsewhere
 from normgeo.probing import Place, float64_copy, outputs_of, same, tied, untie
+from normgeo.reaching import reaching_inputs
 from normgeo.shallow import shallow_gauge
 from normgeo.sites import NormSite, find_sites
 from normgeo.trainable import parametrized
@@ -37,11 +39,6 @@ __all__ = ["Conversion", "convert", "decompress"]
 
 LARGE = 1_000_000_000
 """Above so many parameters the gauge is found on a copy of the architecture with few layers."""
-
-REMEDY = {
-    "quantization_config": "its weights are quantized: load it without quantization",
-    "peft_config": "it has adapters that are not merged: call merge_and_unload() first",
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def convert(
         model: any transformers model; it is never changed.
         to: `rmsnorm`; `crmsnorm`: streams of width d - 1; or `naive-rmsnorm`: swap the norms and recenter nothing. The
             naive swap is not equal and is not certified as such; it is there for comparison.
-        inputs: a small input; made from the configuration when None.
+        inputs: a small input that reaches all that writes; made from the configuration when None.
         keep_tie: keep a head tied to a centered embedding, through a correction of rank one; else it is untied.
         fold_affine: fold gamma and beta into what reads the norm, where that is possible (always so for CRMSNorm).
         padded: for CRMSNorm keep width d, the last number zero: for devices that are slow at odd widths.
@@ -105,8 +102,9 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    _check(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
-    inputs = example_inputs(model) if inputs is None else inputs
+    check_model(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
+    check_inputs([*([] if inputs is None else [inputs]), *certify_on])
+    inputs = reaching_inputs(model) if inputs is None else inputs
     if gauge is None:
         gauge = _gauge(model, inputs, trainable)
     if not gauge.layernorms:
@@ -130,17 +128,19 @@ def convert(
     as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
     recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
-    certificate = certify(
-        float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
-        site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
-        real=certify_on,
-    )  # fmt: skip
+    with _widths_explained(to, padded):
+        certificate = certify(
+            float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
+            site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
+            real=certify_on, unreached=gauge.unreached,
+        )  # fmt: skip
     if to == "naive-rmsnorm":
         certificate = replace(certificate, passed=False)
     elif not certificate.passed:
+        hint = f"; inputs= did not reach {listed(gauge.unreached)}" if gauge.unreached else ""
         raise ConversionError(
             f"the conversion is not equal to its original: relative error {certificate.error_rel:.1e} in float64, "
-            f"allowed {certificate.tolerance:.0e}; nothing was converted"
+            f"allowed {certificate.tolerance:.0e}; nothing was converted{hint}"
         )
     return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), recentered, recipe)
 
@@ -172,7 +172,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
     dtypes = {name: value.dtype for name, value in stored}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
-    sites = [site for site in find_sites(exact, example_inputs(exact)) if site.name in recipe["norms"]]
+    sites = [site for site in find_sites(exact, reaching_inputs(exact)) if site.name in recipe["norms"]]
     counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
     certificate = certify(
         float64_copy(model), exact, model, result, certificate_inputs(model),
@@ -182,6 +182,16 @@ def decompress(model: PreTrainedModel) -> Conversion:
         raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
     places = tuple(Place(*place[:3]) for place in recipe["recenter"])
     return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
+
+
+@contextlib.contextmanager
+def _widths_explained(to: str, padded: bool) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:  # kernels that need aligned rows, which float64 does without
+        if to != "crmsnorm" or padded:
+            raise
+        raise ConversionError(f"{error}; the width may be why: compress with padded=True") from error
 
 
 @torch.enable_grad()
@@ -206,6 +216,7 @@ def _trainable(
     certificate = certify(
         original64, converted64, model, converted, [inputs, *certificate_inputs(model)],
         site_mean=max(means[site.name] for site in chosen), counts=counts, real=certify_on,
+        unreached=gauge.unreached,
     )  # fmt: skip
     a, b = (outputs_of(m.train(), inputs) for m in (original64, converted64))
     if not (certificate.passed and same(a, b, certificate.tolerance)):
@@ -216,36 +227,6 @@ def _trainable(
 def _listed(kept: dict[str, str]) -> str:
     lines = [f"{name}: {why}" for name, why in kept.items()]
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
-
-
-def _check(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
-    if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
-        raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
-    if keep_tie and to == "crmsnorm":
-        raise ConversionError(
-            "a compressed model cannot keep its head tied: its two weights are compressed differently"
-        )
-    if padded and to != "crmsnorm":
-        raise ConversionError("padded=True goes with to='crmsnorm'")
-    if trainable and to != "rmsnorm":
-        raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
-    if torch.is_inference_mode_enabled():
-        raise ConversionError(
-            "what to center is found by gradients, which torch.inference_mode forbids: leave it first"
-        )
-    for attribute, remedy in REMEDY.items():
-        if getattr(model.config, attribute, None) or getattr(model, attribute, None):
-            raise ConversionError(f"{name} cannot be converted: {remedy}")
-    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in n for n, _ in model.named_parameters()):
-        raise ConversionError(f"{name} cannot be converted: {REMEDY['peft_config']}")
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")
-        if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ConversionError(f"{name} has packed weights: {parameter_name} is {parameter.dtype}; load it unpacked")
 
 
 # --- 3: the norms -----------------------------------------------------------------------------------------------------
@@ -374,7 +355,13 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str,
         linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
         rest = [n for n in group if n not in linear]
         plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
-        if not (rest and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in rest)):
+        unused = [
+            n for n in rest if any(torch.equal(values[n], values[head]) for head in linear)
+        ]  # BART's shared table
+        used = [n for n in rest if n not in unused]
+        if not (used and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in used)):
             raise ConversionError(f"{', '.join(group)} cannot stay tied: convert without keeping the tie")
+        for name in unused:  # if it was read after all, the certificate shows it
+            values[name].copy_(values[used[0]])
         heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
     return heads

@@ -88,8 +88,9 @@ def _without_mean(value: Any, argument: int | str, mode: str) -> Any:
 
 def _at_input(argument: int | str, mode: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(argument, str):
-        return args, kwargs | {argument: _without_mean(kwargs[argument], 0, mode)}
-    return _without_mean(args, argument, mode), kwargs
+        given = kwargs.get(argument)  # an encoder's hidden states may be left out
+        return args, kwargs if given is None else kwargs | {argument: _without_mean(given, 0, mode)}
+    return args if args[argument] is None else _without_mean(args, argument, mode), kwargs
 
 
 def _at_output(mode: str, _: nn.Module, args: Any, output: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.errors import ModelError
 
-__all__ = ["TIMES", "example_inputs", "max_context", "several_inputs"]
+__all__ = ["TIMES", "example", "example_inputs", "first_attribute", "image_shape", "max_context", "several_inputs"]
 
 TIMES = (2, 7, 16)
 """Tokens of inputs to compare outputs on, where a model takes as many."""
@@ -53,7 +53,8 @@ def example_inputs(
 ) -> dict[str, Tensor]:
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
 
-    Of 7 tokens, unless said, or of fewer where the model has positions for fewer.
+    Of 7 tokens, unless said, of fewer where the model has positions for fewer, and of a whole window where it pads to
+    one (Longformer): gradients of padding are NaN.
 
     Made are the main input, everything else that the forward pass requires, the other modality of a model that reads
     text and images side by side, and, unless `cross` is off, an encoder's hidden states for a decoder alone that has
@@ -63,7 +64,10 @@ def example_inputs(
         ModelError: the model requires an input of a kind this function cannot make.
     """
     config, main = model.config, model.main_input_name
-    time = min(7, max_context(model) or 7) if time is None else time
+    if time is None:
+        window = getattr(config, "attention_window", None) or 7
+        longest = max(7, *window) if isinstance(window, (list, tuple)) else max(7, window)
+        time = min(longest, max_context(model) or longest)
     taken = inspect.signature(model.forward).parameters
     names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
     names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -75,11 +79,16 @@ def example_inputs(
     if cross and getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in taken:
         names.append("encoder_hidden_states")  # without it a part of the model does not run
     generator = torch.Generator().manual_seed(seed)
-    inputs = {name: _example(name, model, time, generator) for name in dict.fromkeys(names)}
+    inputs = {name: example(name, model, time, generator) for name in dict.fromkeys(names)}
     return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
 
 
-def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
+def example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
+    """One random argument of a model's forward pass, by its name, for two sequences of `time` tokens or two images.
+
+    Raises:
+        ModelError: no example of this name can be made.
+    """
     config = model.config
 
     def noise(*shape: int) -> Tensor:
@@ -90,7 +99,7 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
     if name in ("input_ids", "decoder_input_ids"):
         text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
         rows = 2 * getattr(text, "num_codebooks", 1) if hasattr(text, "audio_channels") else 2
-        return _ids(text, (rows, time), generator)
+        return _ids(config, text, (rows, time), generator)
     if name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
@@ -111,7 +120,9 @@ def _example(name: str, model: PreTrainedModel, time: int, generator: torch.Gene
         "target_sizes": lambda: torch.tensor([[GRID, GRID]] * 2),
         "pixel_attention_mask": lambda: torch.ones(2, GRID * GRID, dtype=torch.long),
         "merge_sizes": lambda: torch.ones(2, dtype=torch.long),
-        "noise": lambda: noise(2, math.prod(s // config.patch_size for s in _image_shape(config)[1:])),
+        "image_merge_sizes": lambda: torch.ones(2, dtype=torch.long),
+        "image_sizes": lambda: torch.tensor([image_shape(config)[1:]] * 2),
+        "noise": lambda: noise(2, math.prod(s // config.patch_size for s in image_shape(config)[1:])),
         "input_features": lambda: noise(*_features_shape(model, time)),
         "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
         "past_values": lambda: noise(2, config.context_length, *_series_channels(config)),
@@ -137,21 +148,21 @@ def _series_channels(config: PretrainedConfig) -> tuple[int, ...]:
 
 def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     config, taken = model.config, inspect.signature(model.forward).parameters
-    channels, height, width = _image_shape(config)
-    patch = _first(config, "patch_size", default=1)
+    channels, height, width = image_shape(config)
+    patch = first_attribute(config, "patch_size", default=1)
     patch = patch if isinstance(patch, int) else patch[-1]
     first = _first_map(model)
     if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
         if isinstance(first, nn.Conv2d):
             return 2 * GRID * GRID, channels, patch, patch
-        flat = channels * _first(config, "temporal_patch_size", default=1) * patch**2
+        flat = channels * first_attribute(config, "temporal_patch_size", default=1) * patch**2
         return 2 * GRID * GRID, int(first.in_features) if isinstance(first, nn.Linear) else flat
     if "spatial_shapes" in taken:
         return 2, GRID * GRID, channels * patch**2
     if "target_sizes" in taken:
         return 2, channels, patch, patch * GRID * GRID
-    if name == "pixel_values_videos" or _first(config, "num_frames", "tubelet_size") is not None:
-        return 2, _first(config, "frames_per_clip", "num_frames", default=2), channels, height, width
+    if name == "pixel_values_videos" or first_attribute(config, "num_frames", "tubelet_size") is not None:
+        return 2, first_attribute(config, "frames_per_clip", "num_frames", default=2), channels, height, width
     return 2, channels, height, width
 
 
@@ -160,24 +171,27 @@ def _first_map(model: nn.Module) -> Any:
 
 
 def _frames(model: PreTrainedModel, time: int) -> int:
-    return 2 * _first(model.config, "max_source_positions", default=8 * (time // 2 + 2))
+    return 2 * first_attribute(model.config, "max_source_positions", default=8 * (time // 2 + 2))
 
 
 def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
     """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
     config, first = model.config, _first_map(model)
     names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
-    known = [v for v in (_first(config, n) for n in names) if v is not None] or [16]
+    known = [v for v in (first_attribute(config, n) for n in names) if v is not None] or [16]
     flat = isinstance(first, nn.Linear) and not any(isinstance(m, nn.Conv2d) for m in model.modules())
     mels = first.in_features if flat and isinstance(first, nn.Linear) else known[0]
-    channels = isinstance(first, nn.Conv1d) and _first(config, "num_mel_bins") == first.in_channels
+    channels = isinstance(first, nn.Conv1d) and first_attribute(config, "num_mel_bins") == first.in_channels
     return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
 
 
-def _ids(text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _ids(
+    config: PretrainedConfig, text: PretrainedConfig, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
     """Random tokens that the configuration does not name as special ones."""
     vocabulary = getattr(text, "vocab_size", 128)
-    special = [v for k, v in vars(text).items() if re.fullmatch(r".*_token_(id|index)", k) and isinstance(v, int)]
+    named = [item for part in _parts(config) for item in vars(part).items()]
+    special = [v for k, v in named if re.fullmatch(r".*_token_(id|index)", k) and isinstance(v, int)]
     plain = torch.arange(min(3, vocabulary - 1), vocabulary)
     plain = plain[~torch.isin(plain, torch.tensor(special))]
     return plain[torch.randint(0, len(plain), shape, generator=generator)]
@@ -191,16 +205,17 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from _parts(part)
 
 
-def _first(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
+def first_attribute(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
     """The first of these attributes that the configuration or one of those inside it has."""
     values = (getattr(part, name, None) for name in names for part in _parts(config))
     return next((value for value in values if value is not None), default)
 
 
-def _image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    size = _first(config, "image_size", "img_size", "crop_size", "input_size", default=64)
+def image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    size = first_attribute(config, "image_size", "img_size", "crop_size", "input_size", default=64)
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    channels = _first(config, "num_channels", "in_channels", "in_chans", default=3)
+    channels = first_attribute(config, "num_channels", "in_channels", "in_chans", default=3)
     return (channels if isinstance(channels, int) else 3), height, width

@@ -30,9 +30,10 @@ from transformers import PreTrainedModel
 
 from normgeo.converted import put
 from normgeo.errors import ModelError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 from normgeo.norms import LayerNorm
-from normgeo.probing import Place, Trace, float64_copy, outputs_of, same, site_inputs, traced
+from normgeo.probing import Place, Trace, float64_copy, outputs_of, same, site_inputs, tied, traced
+from normgeo.reaching import reaching_inputs, without_effect
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
@@ -68,6 +69,8 @@ class Gauge:
         invisible: where a mean may be removed without any output noticing, in the order of the pass.
         raw: for a LayerNorm whose input is read by something else too: who reads it.
         sites: the model's norms.
+        unreached: parameters as wide as a stream that no output depended on, for the inputs that were given: whether
+            they write is not known.
     """
 
     writers: tuple[Shift, ...]
@@ -77,6 +80,7 @@ class Gauge:
     invisible: tuple[Place, ...] = ()
     raw: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: tuple[NormSite, ...] = ()
+    unreached: tuple[str, ...] = ()
 
     @property
     def layernorms(self) -> list[NormSite]:
@@ -96,14 +100,14 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
 
     Args:
         model: any transformers model; it is not changed.
-        inputs: a small input; made from the configuration when None.
+        inputs: a small input that reaches all that writes; `reaching_inputs` when None.
         training: the gauge while the model trains. Dropout multiplies a mean by its mask, so that what writes before it
             is not free then; what comes out of it is.
 
     Raises:
-        ModelError: the outputs are NaN, or random (two passes differ).
+        ModelError: the outputs or their gradients are NaN, or random (two passes differ).
     """
-    inputs = example_inputs(model) if inputs is None else inputs
+    inputs = reaching_inputs(model) if inputs is None else inputs
     sites = tuple(find_sites(model, inputs, qk=True))
     exact = float64_copy(model).train(training)
     with torch.no_grad():
@@ -115,7 +119,8 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     if not _made_generic(exact, inputs):  # some values must be what they are
         exact = float64_copy(model).train(training)
     probe, gains = _plain_norms(exact, sites)
-    return _Probe(probe, sites, gains, inputs).gauge()
+    shared = {name: set(group) for group in tied(model) for name in group}  # the probe is untied
+    return _Probe(probe, sites, gains, inputs, shared).gauge()
 
 
 @torch.no_grad()
@@ -176,8 +181,9 @@ class _Probe:
         sites: tuple[NormSite, ...],
         gains: dict[str, Tensor],
         inputs: dict[str, Tensor],
+        shared: Mapping[str, set[str]],
     ) -> None:
-        self.model, self.sites, self.gains, self.inputs = model, sites, gains, inputs
+        self.model, self.sites, self.gains, self.inputs, self.shared = model, sites, gains, inputs, shared
         self.widths = {site.d for site in sites if site.kind == "layernorm"}
         self.generator = torch.Generator().manual_seed(1)
         self.norms = {site.name for site in sites}
@@ -187,13 +193,33 @@ class _Probe:
         outputs, by_site, trace = self._pass()
         moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
         visible = self._gradients(outputs, trace, list(named.values()))
-        writers, scaled, readers = self._sorted(dict(zip(named, visible, strict=True)), moving)
-        del visible  # as large as the model, in float64
+        found = dict(zip(named, visible, strict=True))
+        self._check(found)
+        writers, scaled, readers = self._sorted(found, moving)
+        unseen = self._unseen(found)
+        del visible, found  # as large as the model, in float64
         seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
         tables = self._tables([o.detach() for o in outputs])
-        return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites)
+        unreached = without_effect(self.model, unseen, [self.inputs])
+        return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites, unreached)
+
+    def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
+        for parameter, gradient in gradients.items():
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                raise ModelError(
+                    f"{type(self.model).__name__} has NaN or infinite gradients ({parameter}), as padding gives: pass "
+                    "inputs=... that need none"
+                )
+
+    def _unseen(self, gradients: Mapping[str, Tensor | None]) -> list[str]:
+        """Parameters as wide as a stream that have no gradient, under any of their names."""
+        dark = {name for name, g in gradients.items() if g is None or not bool(g.norm() > 0)}
+        shapes = {name: self.model.get_parameter(name).shape for name in dark}
+        wide = {name for name, shape in shapes.items() if self.widths.intersection(shape) and shape.numel()}
+        own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
+        return [n for n in gradients if n in wide - own and self.shared.get(n, {n}) <= dark]
 
     def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], Trace]:
         """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""

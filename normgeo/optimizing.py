@@ -35,6 +35,7 @@ is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at ever
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
 CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
 GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+NO_STATES = "an optimized model has no hidden states to give: its stream is added to in place"
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
@@ -181,7 +182,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
         given = args[place] if place is not None and place < len(args) else None
         wanted = kwargs.get("output_hidden_states", given)
         if wanted or (wanted is None and getattr(getattr(self, "config", None), "output_hidden_states", False)):
-            raise ConversionError("an optimized model has no hidden states to give: its stream is added to in place")
+            raise ConversionError(NO_STATES)
         if stream.running:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
@@ -319,7 +320,14 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
 
 def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> None:
     """See which norm reads which sum, and that fusing them changes nothing."""
-    truth = outputs_of(model, inputs)
+    try:
+        truth = outputs_of(model, inputs)
+    except ConversionError as error:
+        if str(error) != NO_STATES:
+            raise
+        raise ConversionError(
+            f"{type(model).__name__} reads the hidden states of its own layers: it cannot be fused"
+        ) from error
     stream.seen.clear()
     if not fused_norms(model):
         raise ConversionError(f"no norm of {type(model).__name__} reads a sum that its blocks compute; nothing to fuse")

@@ -5,11 +5,13 @@ import torch
 import transformers as hf
 import zoo
 
-from normgeo import convert, decompress, load_model
+from normgeo import convert, decompress, load_model, optimize
 from normgeo.architectures import architectures, tiny
 from normgeo.checkpoint import save
+from normgeo.conversion_checks import check_inputs
 from normgeo.errors import ConversionError
 from normgeo.models import example_inputs
+from normgeo.probing import tied
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
 GPT_NEO = {
@@ -89,3 +91,50 @@ def test_a_tie_inside_a_compressed_model_decompresses():
 def test_gradients_are_needed():
     with pytest.raises(ConversionError, match=r"torch\.inference_mode forbids: leave it first"):
         convert(zoo.tiny("gpt2"))
+
+
+@pytest.mark.parametrize("name", ["mbart", "m2m_100", "gpt2"])
+def test_a_tie_is_kept_though_one_of_its_tables_is_never_read(name, tmp_path):
+    """BART's family ties a table that no input reaches, `model.shared`, to those of encoder, decoder and head."""
+    model = zoo.perturb(tiny(next(a for a in architectures() if a.model_type == name)))
+    conversion = convert(model, keep_tie=True)
+    assert tied(conversion.model) == tied(model) != []
+    save(conversion, tmp_path / "out")
+    inputs = example_inputs(model)
+    again = load_model(tmp_path / "out")
+    torch.testing.assert_close(logits(again, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_streams_without_a_writer_are_compressed():
+    """In PatchTSMixer every mean is removed explicitly."""
+    model = tiny(next(a for a in architectures() if a.model_type == "patchtsmixer"))
+    conversion = convert(model, "crmsnorm")
+    assert conversion.certificate.passed
+    assert not conversion.recipe["writers"]
+
+
+def test_a_width_that_a_kernel_refuses_is_explained():
+    model = tiny(next(a for a in architectures() if a.model_type == "cohere2_moe"))
+    with pytest.raises(ConversionError, match="compress with padded=True"):
+        convert(model, "crmsnorm")
+    assert convert(model, "crmsnorm", padded=True).certificate.passed
+
+
+def test_what_is_optimized_is_not_converted_and_what_reads_its_own_states_is_not_optimized():
+    with pytest.raises(ConversionError, match="convert it first, and optimize the result"):
+        convert(optimize(convert(zoo.tiny("gpt2")).model))
+    deberta = tiny(next(a for a in architectures() if a.model_type == "deberta"))
+    with pytest.raises(ConversionError, match="reads the hidden states of its own layers"):
+        optimize(convert(deberta).model)
+
+
+def test_batches_to_certify_on():
+    model = zoo.tiny("gpt2")
+    ids = torch.randint(3, 90, (2, 9))
+    with_loss = convert(model, certify_on=[{"input_ids": ids, "labels": ids}]).certificate
+    plain = convert(model, certify_on=[{"input_ids": ids}]).certificate
+    assert (with_loss.tokens, with_loss.perplexity_original) == (plain.tokens, plain.perplexity_original)
+    assert plain.tokens == 16
+    for wrong, received in (([ids], "Tensor"), ([{}], r"\{\}"), ([{"input_ids": [1, 2]}], r"\{input_ids\}")):
+        with pytest.raises(ConversionError, match=f"dict of tensors by argument name.*received {received}$"):
+            check_inputs(wrong)

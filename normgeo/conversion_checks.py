@@ -1,0 +1,71 @@
+"""What `convert` does not take, each refused with what was received and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.errors import ConversionError
+
+__all__ = ["check_inputs", "check_model"]
+
+REMEDY = {
+    "quantization_config": "its weights are quantized: load it without quantization",
+    "peft_config": "it has adapters that are not merged: call merge_and_unload() first",
+}
+
+
+def check_model(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
+    """Refuse options that do not go together, and models whose weights are not plain numbers.
+
+    Raises:
+        ConversionError: what is wrong, and what to do.
+    """
+    if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
+        raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
+    if keep_tie and to == "crmsnorm":
+        raise ConversionError(
+            "a compressed model cannot keep its head tied: its two weights are compressed differently"
+        )
+    if padded and to != "crmsnorm":
+        raise ConversionError("padded=True goes with to='crmsnorm'")
+    if trainable and to != "rmsnorm":
+        raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
+    if torch.is_inference_mode_enabled():
+        raise ConversionError(
+            "what to center is found by gradients, which torch.inference_mode forbids: leave it first"
+        )
+    if any("normgeo_stream" in module.__dict__ for module in model.modules()):
+        raise ConversionError(f"{name} is optimized, which is for inference: convert it first, and optimize the result")
+    for attribute, remedy in REMEDY.items():
+        if getattr(model.config, attribute, None) or getattr(model, attribute, None):
+            raise ConversionError(f"{name} cannot be converted: {remedy}")
+    if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in n for n, _ in model.named_parameters()):
+        raise ConversionError(f"{name} cannot be converted: {REMEDY['peft_config']}")
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")
+        if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ConversionError(f"{name} has packed weights: {parameter_name} is {parameter.dtype}; load it unpacked")
+
+
+def check_inputs(batches: Sequence[Any]) -> None:
+    """Refuse inputs that are not tensors by the names of arguments.
+
+    Raises:
+        ConversionError: what was received.
+    """
+    for batch in batches:
+        if not (isinstance(batch, Mapping) and batch and all(isinstance(v, Tensor) for v in batch.values())):
+            kind = f"{{{', '.join(batch)}}}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise ConversionError(
+                "inputs= takes a dict of tensors by argument name, as {'input_ids': ids}, and certify_on= a list of "
+                f"such dicts; received {kind}"
+            )

@@ -1,0 +1,127 @@
+"""Inputs that reach what writes into a stream, and certificates that name what none reached."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from torch import nn
+
+from normgeo import convert, find_gauge
+from normgeo.architectures import architectures, tiny
+from normgeo.errors import ConversionError, ModelError
+from normgeo.examples import example_inputs
+from normgeo.probing import float64_copy, outputs_of
+from normgeo.reaching import reaching_inputs, without_effect
+
+ALL = {a.model_type: a for a in architectures()}
+
+
+def worst(conversion, model, inputs):
+    """The largest relative error of the conversion in float64, the models' own code aside."""
+    with torch.no_grad():
+        pairs = zip(outputs_of(model, inputs), outputs_of(conversion.model, inputs), strict=True)
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "main"),
+    [
+        ("aya_vision", "pixel_values"), ("cohere2_vision", "pixel_values"), ("fuyu", "pixel_values"),
+        ("llava", "pixel_values"), ("qwen2_vl", "image_grid_thw"), ("audioflamingo3", "input_features"),
+        ("dinov3_vit", "bool_masked_pos"), ("musicgen", "encoder_hidden_states"),
+        ("musicgen_melody", "encoder_hidden_states"),
+    ],
+)  # fmt: skip
+def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
+    model: Any = float64_copy(zoo.perturb(tiny(ALL[name])), tied=True)
+    assert main not in example_inputs(model)
+    inputs = reaching_inputs(model, seed=5)  # other values than the conversion saw
+    assert main in inputs
+    conversion = convert(model)
+    assert any(main in shapes for shapes in conversion.certificate.inputs)
+    assert worst(conversion, model, inputs) <= conversion.certificate.tolerance
+
+
+def test_mask_tokens_and_images_are_converted_with_the_rest():
+    """Made by hand, as a user would: nothing here comes from the code that is tested."""
+    torch.manual_seed(0)
+    config = hf.Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14)
+    model: Any = zoo.perturb(hf.Dinov2Model(config).eval())
+    conversion = convert(model)
+    pixels, masked = torch.randn(2, 3, 28, 28), torch.tensor([[True, False, False, True]] * 2)
+    with torch.no_grad():
+        a = model(pixels, bool_masked_pos=masked).last_hidden_state
+        b = conversion.model(pixels, bool_masked_pos=masked).last_hidden_state
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not conversion.certificate.unreached
+
+
+def test_what_no_input_reaches_is_named():
+    """wav2vec2 replaces masked frames by a vector while it trains: for those the certificate says nothing."""
+    conversion = convert(tiny(ALL["wav2vec2"]))
+    assert conversion.certificate.passed
+    assert conversion.certificate.unreached == ("wav2vec2.masked_spec_embed",)
+    assert "unreached" in conversion.certificate.table()
+    assert "1: wav2vec2.masked_spec_embed" in conversion.certificate.table()
+    assert "unreached" not in convert(tiny(ALL["gpt2"])).certificate.table()
+
+
+def test_inputs_that_reach_less_are_not_certified_for_more():
+    model = tiny(ALL["fuyu"])
+    text = example_inputs(model)
+    writers = ("model.vision_embed_tokens.weight", "model.vision_embed_tokens.bias")
+    assert find_gauge(model, text).unreached == writers
+    assert find_gauge(model).unreached == ()
+    # the certificate compares an image as well
+    with pytest.raises(ConversionError, match=r"inputs= did not reach 2: model\.vision_embed_tokens\.weight"):
+        convert(model, inputs=text)
+
+
+def test_a_tied_copy_is_reached_through_its_twin():
+    assert find_gauge(tiny(ALL["bart"])).unreached == ()  # model.shared is the encoder's and the decoder's table
+
+
+def test_gradients_of_padding_are_refused_and_not_misread():
+    model = tiny(ALL["longformer"])
+    short = {"input_ids": torch.randint(3, 90, (2, 7))}
+    with pytest.raises(ModelError, match="NaN or infinite gradients"):
+        find_gauge(model, short)
+    conversion = convert(model)  # a whole window needs no padding
+    assert not conversion.kept
+    assert worst(conversion, model, short) < 1e-4
+
+
+def test_a_model_in_training_mode_is_compared_as_it_is_used_and_left_as_it_was():
+    torch.manual_seed(0)
+    model: Any = zoo.tiny("gpt2").train()
+    model.transformer.drop.eval()
+    modes = [module.training for module in model.modules()]
+    certificate = convert(model).certificate
+    assert certificate.own_error < 1e-4
+    assert certificate.original_error < 1e-4
+    assert [module.training for module in model.modules()] == modes
+
+
+class Two(hf.PreTrainedModel):
+    config_class = hf.GPT2Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.used, self.idle, self.gated = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def forward(self, input_ids, return_dict=True):
+        return {
+            "logits": self.used * input_ids[..., None].to(self.used.dtype) + self.gated * (input_ids > 50)[..., None]
+        }
+
+
+def test_effects_are_found_one_by_one_and_values_put_back():
+    model = Two(hf.GPT2Config()).double()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    small, large = {"input_ids": torch.tensor([[1, 2]])}, {"input_ids": torch.tensor([[60, 2]])}
+    assert without_effect(model, ["used", "idle", "gated"], [small]) == ("idle", "gated")
+    assert without_effect(model, ["used", "idle", "gated"], [small, large]) == ("idle",)
+    assert without_effect(model, [], [small]) == ()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
