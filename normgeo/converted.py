@@ -15,12 +15,13 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -73,6 +74,28 @@ def replaced(values: Any, index: int, new: Any) -> Any:
     return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
+@cache
+def _class(cls: type, how: str) -> type:
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {**names, "__reduce_ex__": _reduced, "_recentered": (cls, how)})
+
+
+def _kind(cls: type, how: str) -> type:
+    """A class like this one, for modules that are recentered in this way, too."""
+    base, before = getattr(cls, "_recentered", (cls, ""))
+    return cls if how in before.split(", ") else _class(base, f"{before}, {how}" if before else how)
+
+
+def _new(cls: type, how: str) -> Any:
+    kind: Any = _class(cls, how)
+    return kind.__new__(kind)
+
+
+def _reduced(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Pickled by what its class is like."""
+    return _new, self._recentered, self.__getstate__()
+
+
 def _without_mean(value: Any, argument: int | str, mode: str) -> Any:
     """Recenter(x) = x - mu(x) 1 (*Pre-RMSNorm* section 3.1) of one of several values; then drop or zero the last."""
     if isinstance(value, (tuple, list)):
@@ -100,8 +123,14 @@ def _at_output(mode: str, _: nn.Module, args: Any, output: Any) -> Any:
 def recenter_at(
     model: nn.Module, module: str, side: str, argument: int | str = 0, mode: str = "keep"
 ) -> RemovableHandle:
-    """Remove the mean of what goes into a module (an argument, by position or name) or comes out of it."""
+    """Remove the mean of what goes into a module (an argument, by position or name) or comes out of it.
+
+    The module gets a class of its own that is like its own: what `torch.compile` made of a module without this hook
+    would be used for it as well, for it tells modules apart by their types and not by their hooks.
+    """
     where = model.get_submodule(module)
+    if not is_parametrized(where):  # that has a class of its own already, and takes it back
+        where.__class__ = _kind(type(where), f"{side} {argument} {mode}")
     if side == "input":
         return where.register_forward_pre_hook(partial(_at_input, argument, mode), with_kwargs=True)
     return where.register_forward_hook(partial(_at_output, mode))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -296,7 +296,23 @@ class _Probe:
                 scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
                 if moves and (scale := self._match(gradient, axis, scales)) is not None:
                     scaled[Shift(name, axis)] = scale
-        return tuple(writers), scaled, tuple(readers)
+        whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
+        return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
+
+    @torch.no_grad()
+    def _scales_no_more(self, scale: str, scaled: Mapping[Shift, str], visible: Mapping[str, Tensor | None]) -> bool:
+        """Whether v can be folded: whether v (W x + b) has no part whose mean something sees.
+
+        Then v ds/dv is the sum of W ds/dW and b ds/db along their other axes, over those parameters alone.
+        """
+
+        def own(name: str, axis: int) -> Tensor:
+            product = self.model.get_parameter(name) * cast(Tensor, visible[name])
+            return product.movedim(axis, 0).flatten(1).sum(1) if product.ndim > 1 else product
+
+        wanted = own(scale, 0)
+        found = torch.stack([own(*shift) for shift, v in scaled.items() if v == scale]).sum(0)
+        return float((found - wanted).norm()) <= 1e-3 * float(wanted.norm())
 
     def _match(self, gradient: Tensor, axis: int, vectors: Mapping[str, Tensor]) -> str | None:
         """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from normgeo.examples import example, example_inputs, first_attribute, image_shape
-from normgeo.probing import outputs_of, same
+from normgeo.probing import float64_copy, outputs_of, same
 from normgeo.sites import evaluating
 
 __all__ = ["reaching_inputs", "without_effect"]
@@ -39,7 +39,7 @@ Extra = Iterator[dict[str, Tensor]]
 
 @torch.no_grad()
 def reaching_inputs(model: PreTrainedModel, time: int | None = None, seed: int = 0) -> dict[str, Tensor]:
-    """`example_inputs`, and with them all else that can be made, that the model runs with and that its outputs show.
+    """`example_inputs`, and with them all else that can be made and that the model's outputs show, also in float64.
 
     That is an image or a sound before the text of a model that puts them between its tokens, every second patch of an
     image masked (`bool_masked_pos`), and an encoder's hidden states for a decoder that can do without.
@@ -47,12 +47,18 @@ def reaching_inputs(model: PreTrainedModel, time: int | None = None, seed: int =
     Raises:
         ModelError: as `example_inputs`.
     """
-    inputs = example_inputs(model, time, seed)
+    plain = inputs = example_inputs(model, time, seed)
     generator = torch.Generator().manual_seed(seed)
     makers: list[Callable[[], Extra]] = [lambda k=kind: _between(model, inputs, generator, *k) for kind in BETWEEN]
     with evaluating(model):
         for extras in (*makers, lambda: _masked(model), lambda: _encoded(model, generator)):
-            inputs |= next((extra for extra in extras() if _shows(model, inputs, extra)), {})
+            inputs = inputs | next((extra for extra in extras() if _shows(model, inputs, extra)), {})
+    if (
+        inputs.keys() > plain.keys()
+        and model.dtype is not torch.float64
+        and not _shows(float64_copy(model), plain, inputs)
+    ):
+        return plain
     return inputs
 
 

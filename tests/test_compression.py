@@ -23,7 +23,7 @@ def test_crmsnorm_gives_equal_outputs(name, padded):
     assert error < (3e-6 if conversion.certificate.single_inside else 3e-15)
     norms = [m for m in conversion.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
     assert norms
-    assert {type(m) for m in norms} == {CRMSNorm}
+    assert all(isinstance(m, CRMSNorm) for m in norms)
     assert {m.d for m in norms} == {32 if padded else 31}
     streams = []
     hooks = [m.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for m in norms]
@@ -80,7 +80,8 @@ def test_decompress_turns_it_back(name, padded):
     tolerance = 3e-6 if conversion.certificate.single_inside else 3e-15
     assert worst_error(model, back.model, example_inputs(model, 9, seed=3)) < tolerance
     norms = [m for m in back.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
-    assert {(type(m), m.d) for m in norms} == {(RMSNorm, 32)}
+    assert norms
+    assert all(isinstance(m, RMSNorm) and m.d == 32 for m in norms)
     assert len(back.recentered) == len(conversion.recentered)
     with pytest.raises(ConversionError, match="not compressed"):
         decompress(back.model)

@@ -31,7 +31,7 @@ def worst(conversion, model, inputs):
         ("aya_vision", "pixel_values"), ("cohere2_vision", "pixel_values"), ("fuyu", "pixel_values"),
         ("llava", "pixel_values"), ("qwen2_vl", "image_grid_thw"), ("audioflamingo3", "input_features"),
         ("dinov3_vit", "bool_masked_pos"), ("musicgen", "encoder_hidden_states"),
-        ("musicgen_melody", "encoder_hidden_states"),
+        ("musicgen_melody", "encoder_hidden_states"), ("internvl", "pixel_values"),
     ],
 )  # fmt: skip
 def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):

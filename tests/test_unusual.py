@@ -1,5 +1,8 @@
 """Models that are converted and saved like others, though a setting, a table or a cache of theirs is unusual."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers as hf
@@ -12,6 +15,7 @@ from normgeo.conversion_checks import check_inputs
 from normgeo.errors import ConversionError
 from normgeo.models import example_inputs
 from normgeo.probing import tied
+from normgeo.trainable import bake
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
 GPT_NEO = {
@@ -138,3 +142,16 @@ def test_batches_to_certify_on():
     for wrong, received in (([ids], "Tensor"), ([{}], r"\{\}"), ([{"input_ids": [1, 2]}], r"\{input_ids\}")):
         with pytest.raises(ConversionError, match=f"dict of tensors by argument name.*received {received}$"):
             check_inputs(wrong)
+
+
+def test_compiled_models_that_recenter_elsewhere_are_not_taken_for_each_other():
+    """torch.compile tells modules apart by their types, not by their hooks."""
+    model = zoo.tiny("gpt2")
+    inputs = {"input_ids": torch.randint(3, 90, (2, 9))}
+    plain, trained = convert(model).model, convert(model, trainable=True).model
+    for one in (plain, trained, copy.deepcopy(trained), pickle.loads(pickle.dumps(bake(trained))), plain):
+        compiled = torch.compile(one, backend="eager")
+        torch.testing.assert_close(logits(compiled, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
+    drop = trained.get_submodule("transformer.drop")
+    assert isinstance(drop, torch.nn.Dropout)
+    assert type(drop).__name__ == "Dropout"
