@@ -20,6 +20,7 @@ from normgeo.converted import add_bias, rebuild, reshape
 from normgeo.errors import ConversionError
 from normgeo.gauge import INVISIBLE, Gauge, Reader, Shift
 from normgeo.probing import outputs_of, same, site_inputs
+from normgeo.reaching import beside
 
 __all__ = ["compress", "expand", "fold"]
 
@@ -163,7 +164,13 @@ def _downstream(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor])
         total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
         moved = torch.autograd.grad(total, parameters, allow_unused=True)
     sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
-    return [shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)]
+    kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
+
+    def as_beside(shift: Shift) -> bool:
+        _, rest, others = beside(exact, shift.parameter)
+        return any(Shift(f"{other}.{rest}", shift.axis) in kept for other in others)
+
+    return [s for s in writers if s in kept or (s.parameter in gauge.unreached and as_beside(s))]
 
 
 def _shift(pair: list[Any]) -> Shift:

@@ -28,12 +28,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from normgeo.converted import put
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
-from normgeo.norms import LayerNorm
-from normgeo.probing import Place, Trace, float64_copy, outputs_of, same, site_inputs, tied, traced
-from normgeo.reaching import reaching_inputs, without_effect
+from normgeo.probing import (
+    Place,
+    Trace,
+    float64_copy,
+    made_generic,
+    outputs_of,
+    plain_norms,
+    same,
+    site_inputs,
+    tied,
+    traced,
+)
+from normgeo.reaching import beside, reaching_inputs, without_effect
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
@@ -69,8 +78,8 @@ class Gauge:
         invisible: where a mean may be removed without any output noticing, in the order of the pass.
         raw: for a LayerNorm whose input is read by something else too: who reads it.
         sites: the model's norms.
-        unreached: parameters as wide as a stream that no output depended on, for the inputs that were given: whether
-            they write is not known.
+        unreached: parameters as wide as a stream that no output depended on, for the inputs that were given. Whether
+            they write is not known; experts that no token was routed to are taken to do what those beside them do.
     """
 
     writers: tuple[Shift, ...]
@@ -116,40 +125,11 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; fix what is random")
     if not any(site.kind == "layernorm" for site in sites):
         return Gauge((), sites=sites)
-    if not _made_generic(exact, inputs):  # some values must be what they are
+    if not made_generic(exact, inputs):  # some values must be what they are
         exact = float64_copy(model).train(training)
-    probe, gains = _plain_norms(exact, sites)
+    probe, gains = plain_norms(exact, sites)
     shared = {name: set(group) for group in tied(model) for name in group}  # the probe is untied
     return _Probe(probe, sites, gains, inputs, shared).gauge()
-
-
-@torch.no_grad()
-def _made_generic(probe: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
-    """Move every value of the probe a little, in place; whether it still runs."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in probe.parameters():
-        size = max(float(parameter.abs().mean()), 0.02)
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-        parameter.add_(noise, alpha=(0.3 if parameter.ndim == 1 else 0.03) * size)
-    try:
-        outputs_of(probe, inputs)
-    except ModelError:
-        return False
-    return True
-
-
-def _plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The probe with LayerNorms that have random gains and no beta; the gains by the norm's name."""
-    generator = torch.Generator().manual_seed(2)
-    gains = {}
-    for site in sites:
-        if site.kind == "layernorm" and site.name not in gains:
-            norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
-            gain = 1 + 0.3 * torch.rand(site.d, generator=generator, dtype=torch.float64)
-            norm.weight.data.copy_(gain)  # pyright: ignore
-            put(probe, site.name, norm)
-            gains[site.name] = norm.weight.detach()  # pyright: ignore
-    return probe.requires_grad_(True), gains
 
 
 @torch.no_grad()
@@ -197,6 +177,7 @@ class _Probe:
         self._check(found)
         writers, scaled, readers = self._sorted(found, moving)
         unseen = self._unseen(found)
+        writers, readers = self._by_analogy(unseen, writers, readers)
         del visible, found  # as large as the model, in float64
         seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
@@ -298,6 +279,27 @@ class _Probe:
                     scaled[Shift(name, axis)] = scale
         whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
         return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
+
+    def _by_analogy(
+        self, unseen: list[str], writers: tuple[Shift, ...], readers: tuple[Reader, ...]
+    ) -> tuple[tuple[Shift, ...], tuple[Reader, ...]]:
+        """And what nothing reached writes and reads, where all that is beside it in a list of modules agrees."""
+        for name in unseen:
+            home, rest, others = beside(self.model, name)
+            peers = [(other, f"{other}.{rest}") for other in others if f"{other}.{rest}" not in unseen]
+            said = {
+                (
+                    frozenset(shift.axis for shift in writers if shift.parameter == peer),
+                    frozenset(
+                        (r.axis, r.norm.replace(f"{other}.", f"{home}.")) for r in readers if r.parameter == peer
+                    ),
+                )
+                for other, peer in peers
+            }
+            axes, reads = said.pop() if len(said) == 1 else ((), ())
+            writers += tuple(Shift(name, axis) for axis in axes)
+            readers += tuple(Reader(name, axis, norm) for axis, norm in reads if norm in self.gains)
+        return writers, readers
 
     @torch.no_grad()
     def _scales_no_more(self, scale: str, scaled: Mapping[Shift, str], visible: Mapping[str, Tensor | None]) -> bool:

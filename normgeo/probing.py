@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from normgeo.converted import replaced
+from normgeo.converted import put, replaced
 from normgeo.errors import ModelError
 from normgeo.models import default_dtype
+from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite
 
-__all__ = ["Place", "Trace", "Use", "float64_copy", "outputs_of", "same", "site_inputs", "tied", "traced", "untie"]
+__all__ = [
+    "Place", "Trace", "Use", "float64_copy", "made_generic", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
+    "traced", "untie",
+]  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -98,6 +102,35 @@ def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedMod
         with contextlib.suppress(Exception):  # models without experts refuse, each in its own way
             probe.set_experts_implementation("eager")  # the fused one has no float64
     return probe.double().eval()  # pyright: ignore
+
+
+@torch.no_grad()
+def made_generic(probe: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
+    """Move every value of the probe a little, in place; whether it still runs."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in probe.parameters():
+        size = max(float(parameter.abs().mean()), 0.02)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+        parameter.add_(noise, alpha=(0.3 if parameter.ndim == 1 else 0.03) * size)
+    try:
+        outputs_of(probe, inputs)
+    except ModelError:
+        return False
+    return True
+
+
+def plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """The probe with LayerNorms that have random gains and no beta; the gains by the norm's name."""
+    generator = torch.Generator().manual_seed(2)
+    gains = {}
+    for site in sites:
+        if site.kind == "layernorm" and site.name not in gains:
+            norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
+            gain = 1 + 0.3 * torch.rand(site.d, generator=generator, dtype=torch.float64)
+            norm.weight.data.copy_(gain)  # pyright: ignore
+            put(probe, site.name, norm)
+            gains[site.name] = norm.weight.detach()  # pyright: ignore
+    return probe.requires_grad_(True), gains
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

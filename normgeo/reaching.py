@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -20,7 +20,7 @@ from normgeo.examples import example, example_inputs, first_attribute, image_sha
 from normgeo.probing import float64_copy, outputs_of, same
 from normgeo.sites import evaluating
 
-__all__ = ["reaching_inputs", "without_effect"]
+__all__ = ["beside", "reaching_inputs", "without_effect"]
 
 BETWEEN = (
     (("image_token_id", "image_token_index"), "pixel_values", "get_image_features"),
@@ -90,6 +90,17 @@ def without_effect(
         return left(names[:half]) + left(names[half:]) if half else ()
 
     return left(tuple(names))
+
+
+def beside(model: nn.Module, name: str) -> tuple[str, str, list[str]]:
+    """Where a parameter is in the innermost list or dict of modules: which of them, its name there, and the others."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        inside = model.get_submodule(".".join(parts[: i - 1]))
+        if isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
+            keys = [key for key, _ in inside.named_children() if key != parts[i - 1]]
+            return ".".join(parts[:i]), ".".join(parts[i:]), [".".join([*parts[: i - 1], key]) for key in keys]
+    return "", name, []
 
 
 def _shows(model: PreTrainedModel, inputs: dict[str, Tensor], extra: dict[str, Tensor]) -> bool:

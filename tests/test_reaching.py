@@ -104,6 +104,38 @@ def test_a_model_in_training_mode_is_compared_as_it_is_used_and_left_as_it_was()
     assert [module.training for module in model.modules()] == modes
 
 
+class Routed(hf.PreTrainedModel):
+    """One layer of experts; the token's id says which it goes to."""
+
+    config_class = hf.GPT2Config
+    main_input_name = "input_ids"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table, self.head = nn.Embedding(96, 32), nn.Linear(32, 96)
+        self.norm, self.final = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(48))
+
+    def forward(self, input_ids, return_dict=True):
+        x = self.table(input_ids)
+        y, out = self.norm(x), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if (mine := input_ids % 48 == i).any():
+                out[mine] = expert(y[mine])
+        return {"logits": self.head(self.final(x + out))}
+
+
+@pytest.mark.parametrize("to", ["rmsnorm", "crmsnorm"])
+def test_experts_that_no_token_reached_are_converted_as_those_beside_them(to):
+    torch.manual_seed(0)
+    model = zoo.perturb(Routed(hf.GPT2Config(vocab_size=96)).double().eval())
+    conversion = convert(model, to)
+    unreached = {name.split(".")[1] for name in conversion.certificate.unreached}
+    assert 1 < len(unreached) < 48
+    ids = {"input_ids": torch.tensor([[int(i) for i in sorted(unreached)]])}
+    assert worst(conversion, model, ids) < 1e-14
+
+
 class Two(hf.PreTrainedModel):
     config_class = hf.GPT2Config
 
