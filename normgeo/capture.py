@@ -39,6 +39,7 @@ __all__ = ["CaptureConfig", "resume_capture", "start_capture"]
 
 PHASES = ("pre", "standardized", "post")
 DISK_BLOCK = 4096  # bytes that files are rounded up to on a disk
+PROBED = 64  # tokens on which the arithmetic of a norm is found out
 REBUILT_WITHIN = 0.01  # of the largest output: beyond this a norm does something that no recipe knows
 
 
@@ -236,7 +237,7 @@ class _Probe:
     def begin(self, batch: TokenBatch) -> None: ...
 
     def take(self, site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
-        self.kept[site, phase] = hidden.cpu().clone()
+        self.kept.setdefault((site, phase), hidden.cpu().clone())
 
     def end(self) -> None: ...
 
@@ -244,17 +245,17 @@ class _Probe:
 def _planned(config: CaptureConfig, job: Job) -> _Plan:
     """What the hidden states are like, seen on a few tokens."""
     probe = _Probe()
-    few = job.tokens.batches(min(job.n_tokens, job.tokens.context, 64), 1)
+    few = job.tokens.batches(min(job.n_tokens, PROBED), max(1, PROBED // job.tokens.context))
     for _ in stream(job.model, job.sites, few, [probe]):
         pass
     modules, rebuilds, dtypes = dict(job.model.named_modules()), [], []
     for i, site in enumerate(job.sites):
         pre, post = probe.kept[i, "pre"], probe.kept[i, "post"]
         rebuild = find_rebuild(modules[site.name], site, pre, post)
-        if "post" not in config.phases and (rebuild.error > REBUILT_WITHIN or pre.dtype != post.dtype):
-            raise StoreError(f"the output of {site.key} cannot be rebuilt from its input; give --phases pre,post")
         if pre.dtype != post.dtype:
             raise StoreError(f"{site.key} turns {pre.dtype} into {post.dtype}; give --dtype float32")
+        if "post" not in config.phases and rebuild.error > REBUILT_WITHIN:
+            raise StoreError(f"the output of {site.key} cannot be rebuilt from its input; give --phases pre,post")
         rebuilds.append(rebuild)
         dtypes.append(str(pre.dtype).removeprefix("torch."))
     layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)

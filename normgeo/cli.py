@@ -53,9 +53,17 @@ def angles(
     ] = None,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
     device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
-    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
-    null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
+    null: Annotated[
+        int | None,
+        typer.Option(help="Random directions in the null ensemble.", show_default="256, or the store's"),
+    ] = None,
+    null_every: Annotated[
+        int | None,
+        typer.Option(help="The null ensemble meets one token in so many.", show_default="16, or the store's"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random directions.", show_default="0, or the store's")
+    ] = None,
     sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
     qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
     keep: Annotated[
@@ -104,9 +112,11 @@ def angles(
         )  # fmt: skip
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
     where = resume or out or (default_out(checkpoints) if checkpoints else runs.default_out(names))
+    drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
-        names, data, tokens, context, batch, dtype, device, device_map, null, null_every, seed, sites, qk, keep,
-        revision, trust_remote_code,
+        names, data, tokens, context, batch, dtype, device, device_map, sites=sites, qk=qk, keep=keep,
+        revision=revision, trust_remote_code=trust_remote_code,
+        **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
     try:
         if angles_by_step(resume) if resume else checkpoints and angles_by_step(where, checkpoints, config):

@@ -30,15 +30,20 @@ __all__ = ["DEGREES", "NullEnsemble"]
 DEGREES = 180 / torch.pi
 COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions more often than its speed bears
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
+FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
 PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
 @dataclass
 class _Chunk:
-    """Rows of unit length that wait for their product, [slots, rows, d], and whose they are."""
+    """Rows of unit length that wait for their product, [rows, d], so many for each of the sites that there is room for.
+
+    There may be more rows than the sites have, for a product of enough.
+    """
 
     rows: Tensor
+    room: int
     scalars: list[Tensor] = field(default_factory=list)
     sites: list[tuple[int, str]] = field(default_factory=list)
 
@@ -106,13 +111,15 @@ class NullEnsemble:
             key = (d, n, centered, device)
             if key not in self._chunks:
                 slots = max(1, COLLECTED // (n * d) if device.type == "cpu" else ON_A_DEVICE // (n * max(d, self.k)))
-                self._chunks[key] = _Chunk(torch.empty((slots, n, d), dtype=torch.float32, device=device))
+                rows = torch.empty((max(slots * n, _fewest(device)), d), dtype=torch.float32, device=device)
+                self._chunks[key] = _Chunk(rows, slots)
             chunk = self._chunks[key]
-            kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[len(chunk.sites)])
+            at = len(chunk.sites) * n
+            kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[at : at + n])
             chunk.sites.append((site, phase))
             if centered:
                 chunk.scalars.append(scalars.index_select(1, index))
-            if len(chunk.sites) == len(chunk.rows):
+            if len(chunk.sites) == chunk.room:
                 self._multiply(key)
 
     def _pieces(self, vectors: int, d: int, device: torch.device) -> Sequence[Tensor]:
@@ -154,12 +161,15 @@ class NullEnsemble:
             self.sums[:, p, :, 0].index_add_(0, sites, sums)
 
     def _multiply(self, key: tuple) -> None:
-        chunk, (d, _, centered, device) = self._chunks[key], key
+        chunk, (d, n, centered, device) = self._chunks[key], key
         slots = len(chunk.sites)
         if not slots:
             return
         null, gram = self._directions(d, device)
-        cosines = chunk.rows[:slots].view(-1, d) @ null
+        used = slots * n
+        at_least = max(used, _fewest(device))
+        chunk.rows[used:at_least] = 0
+        cosines = (chunk.rows[:at_least] @ null)[:used]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
         self._add(chunk.sites, moments, [[1]] * slots if centered else [PHASES_OF[phase] for _, phase in chunk.sites])
         if centered:
@@ -186,3 +196,8 @@ class NullEnsemble:
             null, uniform = self.directions[d].null[: self.k], self.directions[d].units[0]
             self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (null.T, null @ uniform))  # pyright: ignore
         return self._on[d, device]
+
+
+def _fewest(device: torch.device) -> int:
+    """Rows under which a row's product depends on how many there are."""
+    return FEWEST * torch.get_num_threads() if device.type == "cpu" else 0

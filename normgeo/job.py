@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,6 +141,7 @@ def prepare(
     about = {
         "model": name,
         "class": type(model).__name__,
+        "config": _lasting(json.loads(model.config.to_json_string(use_diff=False))),
         "parameters": model.num_parameters(),
         "weights_sha256": weights_digest(model),
         "revision": getattr(model.config, "_commit_hash", None),
@@ -187,14 +189,31 @@ def _counted(
     return tokens, there
 
 
-SAME = ("weights_sha256", "tokenizer_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
+def _lasting(config: Any) -> Any:
+    """A configuration without what differs between two copies of one model."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _lasting(value) for key, value in config.items() if key not in PASSING}
+
+
+PASSING = {"_name_or_path", "_commit_hash", "transformers_version"}
+SAME = ("weights_sha256", "config", "tokenizer_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
 
 
 def check_same(then: dict[str, Any], now: dict[str, Any], out: Path | str, keys: Sequence[str] = SAME) -> None:
     """Refuse to go on where what a run was started with is no longer what is there."""
     for key in keys:
-        if then.get(key) != now[key]:
+        if (changed := _changed(key, then.get(key), now[key])) is not None:
+            name, before, after = changed
             raise RunError(
-                f"{out} was started with another {key.replace('_', ' ')}: {str(then.get(key))[:80]}, now "
-                f"{str(now[key])[:80]}; start a new run"
+                f"{out} was started with another {name.replace('_', ' ')}: {str(before)[:80]}, now {str(after)[:80]}; "
+                "start a new run"
             )
+
+
+def _changed(name: str, then: Any, now: Any) -> tuple[str, Any, Any] | None:
+    """The first entry that differs, of those that both have: a later version of a library knows more options."""
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return None if then == now else (name, then, now)
+    both = (_changed(f"{name} {key}", then[key], now[key]) for key in then if key in now)
+    return next((changed for changed in both if changed is not None), None)

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normgeo.kernels import norm_ops
 from normgeo.kernels.rms import scaled_by_rms
 from normgeo.sites import Kind, NormSite
 
@@ -73,14 +74,22 @@ def _rms_scale_wide(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
     return _affine((x * scale).to(x.dtype), gamma, beta)
 
 
+def _rms_kernel(x: Tensor, gamma: Row, beta: Row, eps: float) -> Tensor:
+    """As the norms of this package give it, or nearly where there is no kernel."""
+    z = norm_ops.norm(x, gamma, beta, eps, 0.0, "rmsnorm")
+    return _rms_wide(x, gamma, beta, eps) if z is None else z
+
+
 RECIPES: dict[str, Callable[[Tensor, Row, Row, float], Tensor]] = {
     "layernorm": _layer_norm, "layernorm-wide": _layer_norm_wide, "layernorm-by-hand": _layer_norm_by_hand,
     "rmsnorm-gain-last": _rms_gain_last, "rmsnorm-gain-inside": _rms_gain_inside, "rmsnorm-wide": _rms_wide,
-    "rmsnorm": _rms_norm, "rmsnorm-scale-wide": _rms_scale_wide,
+    "rmsnorm": _rms_norm, "rmsnorm-scale-wide": _rms_scale_wide, "rmsnorm-kernel": _rms_kernel,
 }  # fmt: skip
 """z from x, gamma, beta and eps, by the name that a store keeps."""
 
 
+KERNEL = "rmsnorm-kernel"
+WIDE_GAINS = {"rmsnorm-gain-inside", KERNEL}
 ROUNDED_HALFWAY = {
     "rmsnorm-gain-last": True, "rmsnorm-scale-wide": True, "rmsnorm-gain-inside": False, "rmsnorm-wide": False,
 }  # fmt: skip
@@ -109,12 +118,13 @@ class Rebuild:
     def __call__(self, x: Vectors, eps: float) -> Vectors:
         """The norm's output [vectors, d] for its input, on the CPU."""
         gamma = self.gain
-        if gamma is not None and self.recipe == "rmsnorm-gain-inside":
+        if gamma is not None and self.offset and self.recipe in WIDE_GAINS:
             gamma = gamma.float()  # before the offset, which half precision would round
         gamma = gamma + self.offset if gamma is not None and self.offset else gamma
         return _followed(self.recipe, x, gamma, self.bias, eps)
 
 
+@torch.no_grad()
 def _followed(recipe: str, x: Vectors, gamma: Row, beta: Row, eps: float) -> Vectors:
     """A recipe, by the kernel where it is one that there is a kernel for, or else a few rows at a time."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -152,13 +162,19 @@ def find_rebuild(module: nn.Module, site: NormSite, pre: Vectors, post: Vectors)
     gain, bias = (_row(getattr(module, name, None), site.d) for name in ("weight", "bias"))
     best: Rebuild | None = None
     for offset in (0.0, 1.0) if gain is not None else (0.0,):
-        for recipe in (name for name in RECIPES if name.startswith(site.kind)):
+        for recipe in _to_try(module, site.kind):
             tried = _tried(Rebuild(recipe, offset, gain, bias, False, float("inf")), site.eps, pre, post)
             if tried.bit_equal:
                 return tried
             best = tried if best is None or tried.error < best.error else best
     assert best is not None
     return best
+
+
+def _to_try(module: nn.Module, kind: Kind) -> list[str]:
+    """The recipes, first that of this package's own norms for those: by chance others agree on a few vectors too."""
+    names = [name for name in RECIPES if name.startswith(kind)]
+    return sorted(names, key=lambda name: name != KERNEL) if getattr(module, "kernel", None) == "rmsnorm" else names
 
 
 def _tried(rebuild: Rebuild, eps: float, pre: Tensor, post: Tensor) -> Rebuild:

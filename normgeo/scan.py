@@ -82,17 +82,17 @@ class _Found:
 
 
 def angles_from_store(
-    path: str | Path, *, null: int = 256, null_every: int = 16, seed: int = 0, sites: str | None = None,
-    batch: int | None = None, scheduler: str | None = None,
+    path: str | Path, *, null: int | None = None, null_every: int | None = None, seed: int | None = None,
+    sites: str | None = None, batch: int | None = None, scheduler: str | None = None,
     announce: Callable[[str], None] = lambda line: None, progress: bool = True,
 ) -> AngleTable:  # fmt: skip
     """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
 
     Args:
         path: the store; of an incomplete one, the committed tokens.
-        null: number of random directions in the null ensemble.
-        null_every: the null ensemble meets one token in so many.
-        seed: of the random directions.
+        null: number of random directions in the null ensemble; as many as `capture` had, unless said.
+        null_every: the null ensemble meets one token in so many; as in `capture`, unless said.
+        seed: of the random directions; as in `capture`, unless said.
         sites: a pattern for `select_sites`.
         batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
         scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
@@ -108,7 +108,9 @@ def angles_from_store(
     if not store.n_tokens:
         raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")
     identity = store.provenance["identity"]
-    reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, null, null_every, seed), store)
+    asked = {"null": null, "null_every": null_every, "seed": seed}
+    drawn = {name: identity[name] if value is None else value for name, value in asked.items()}
+    reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, **drawn), store)
     if store.incomplete:
         announce(store.incomplete)
     with memory_kept():

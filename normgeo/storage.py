@@ -179,7 +179,7 @@ class Disk(Storage):
     def occupied(self) -> bool:
         """Whether there is a file, or a directory with more in it than a lock and empty directories."""
         if not self.path.is_dir():
-            return self.path.exists()
+            return os.path.lexists(self.path)
         empty = lambda path: path.is_dir() and not any(path.iterdir())  # noqa: E731  (of a writer killed as it began)
         return not all(path.name in ("lock", "scratch") or empty(path) for path in self.path.iterdir())
 
@@ -321,7 +321,9 @@ class Disk(Storage):
 
     def rate(self, nbytes: int = 64 << 20) -> float:
         """Bytes a second of a sequential write, as chunks are written, fsync included."""
-        block, path = pages(16 << 20), self._folder() / f".rate-{os.getpid()}"
+        nbytes = min(nbytes, shutil.disk_usage(self._folder()).free // 2)  # a store may need most of it
+        size = max(4096, min(16 << 20, nbytes) // 4096 * 4096)
+        block, path = pages(size), self._folder() / f".rate-{os.getpid()}"
         block[:] = np.random.default_rng(0).integers(0, 256, len(block), np.uint8)
         blocks = max(1, nbytes // len(block))
         try:
@@ -335,8 +337,11 @@ class Disk(Storage):
             finally:
                 file.close()
             return blocks * len(block) / (time.perf_counter() - began)
+        except OSError as error:
+            raise StoreError(f"{self} cannot be written: {error.strerror}; give another place") from error
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
     def _folder(self) -> Path:
         """The directory, or the nearest above it that is there."""

@@ -31,8 +31,10 @@ from normgeo.store_layout import (
     ArraySpec,
     Commit,
     as_torch,
+    file_problems,
     identity,
     read_log,
+    read_record,
     read_store,
 )
 from normgeo.tokens import TokenStream
@@ -249,6 +251,8 @@ class HiddenStateStore:
         self.record, self.layout, self.store_id = read_store(self.storage)
         self.provenance: dict[str, Any] = self.record["provenance"]
         self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
+        if self.record["status"] == "complete" and len(self.committed) < self.layout.rows:
+            raise StoreError(f"{self.storage} is damaged: records of rows are missing; normgeo verify names them")
         rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
         self.commit_log: list[Commit] = [self.committed[row] for row in rows]
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
@@ -327,12 +331,29 @@ class HiddenStateStore:
         Raises:
             StoreError: what is stored of the norm is missing or damaged.
         """
+        names = self._norm_files(site)
         with self._named(f"sites/{site.key}"):
             group: Any = self.root[f"sites/{site.key}"]
             about = group.attrs
             stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # noqa: E731
-            gain, bias = (stored(name) if name in group else None for name in ("gain", "bias"))
+            there = lambda n: f"sites/{site.key}/{n}/zarr.json" in names  # noqa: E731
+            gain, bias = (stored(name) if there(name) else None for name in ("gain", "bias"))
             return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
+
+    def _norm_files(self, site: NormSite) -> list[str]:
+        """The files of `hidden.zarr` that say what a norm does, compared with the manifest."""
+        home = f"sites/{site.key}/"
+        own = (f"{home}zarr.json", f"{home}gain/", f"{home}bias/")
+        sums = {name: sha256 for name, sha256 in self._manifest.items() if name.startswith(own)}
+        each = self.storage.each(lambda x: file_problems(self.storage, f"hidden.zarr/{x[0]}", x[1]), sums.items())
+        if problems := list(itertools.chain.from_iterable(each)):
+            raise StoreError(f"{problems[0]}; normgeo verify names all that is")
+        return list(sums)
+
+    @functools.cached_property
+    def _manifest(self) -> dict[str, str]:
+        """sha256 of the files of `hidden.zarr` that are no chunks of hidden states."""
+        return read_record(self.storage, "manifest.json")["files"]
 
     def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
         """The standardized or the post-norm vectors of inputs of a site."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from pathlib import Path
 
@@ -13,10 +12,12 @@ from normgeo.storage import Storage
 from normgeo.store_layout import (
     TRAILER,
     committed_rows,
+    file_problems,
     read_commit,
     read_record,
     read_store,
     state_file,
+    unread,
 )
 
 __all__ = ["verify"]
@@ -32,7 +33,7 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     record, layout, store = read_store(storage)
     problems, checked = _metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
-        problems += _file_problems(storage, name, sha256)
+        problems += file_problems(storage, name, sha256)
     for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
         try:
             commit = read_commit(storage, row, store)
@@ -43,7 +44,7 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
         checked += len(sums)
         for found in storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items()):
             problems += found
-        problems += _file_problems(storage, state_file(row), commit.state)
+        problems += file_problems(storage, state_file(row), commit.state)
     return checked, problems
 
 
@@ -52,28 +53,15 @@ def _metadata_problems(storage: Storage) -> list[str]:
         sums = read_record(storage, "manifest.json")["files"]
     except StoreError as error:
         return [str(error)]
-    found = storage.each(lambda item: _file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
+    found = storage.each(lambda item: file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
     return list(itertools.chain.from_iterable(found))
-
-
-def _file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
-    try:
-        found = hashlib.sha256(storage.read(name)).hexdigest()
-    except OSError as error:
-        return [_unread(storage, name, error)]
-    return [] if found == sha256 else [f"{storage.at(name)} is damaged: its checksum is wrong"]
-
-
-def _unread(storage: Storage, name: str, error: OSError) -> str:
-    missing = isinstance(error, FileNotFoundError)
-    return f"{storage.at(name)} is missing" if missing else f"{storage.at(name)} cannot be read: {error.strerror}"
 
 
 def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
     try:
         content = storage.read_range(name, 0, n + TRAILER + 1)
     except OSError as error:
-        return [_unread(storage, name, error)]
+        return [unread(storage, name, error)]
     if len(content) != n + TRAILER:
         size = storage.size(name)
         return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]

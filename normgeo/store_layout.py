@@ -41,8 +41,9 @@ from normgeo.sites import NormSite
 from normgeo.storage import Storage
 
 __all__ = [
-    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "identity", "read_commit",
-    "read_log", "read_record", "read_state", "read_store", "state_file", "write_commit", "write_record",
+    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "file_problems", "identity",
+    "read_commit", "read_log", "read_record", "read_state", "read_store", "state_file", "unread", "write_commit",
+    "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -194,6 +195,21 @@ def write_record(
 def identity(content: Any) -> str:
     """sha256 of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
+    """What is wrong with a file of which the sha256 is known: nothing, or one line."""
+    try:
+        found = hashlib.sha256(storage.read(name)).hexdigest()
+    except OSError as error:
+        return [unread(storage, name, error)]
+    return [] if found == sha256 else [f"{storage.at(name)} is damaged: its checksum is wrong"]
+
+
+def unread(storage: Storage, name: str, error: OSError) -> str:
+    """In words, that a file cannot be read."""
+    missing = isinstance(error, FileNotFoundError)
+    return f"{storage.at(name)} is missing" if missing else f"{storage.at(name)} cannot be read: {error.strerror}"
 
 
 # --- the commit log --------------------------------------------------------------------------------------------------

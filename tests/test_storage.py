@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,6 +74,36 @@ def test_files(place):
     assert place.read("figures/a.png") == b"png"
     assert place.rate() > 0
     assert (place.free() is None) == ("://" in str(place))
+
+
+def test_the_rate_is_tried_on_no_more_than_half_of_what_is_free(tmp_path, monkeypatch):
+    sizes, append = [], direct.NewFile.append
+
+    def seen(self, block):
+        sizes.append(len(block))
+        append(self, block)
+
+    monkeypatch.setattr(direct.NewFile, "append", seen)
+    for free, most in ((10_000, 4096), (20 << 20, 10 << 20), (1 << 40, 64 << 20)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert Disk(tmp_path / "s").rate() > 0
+        assert sum(sizes) == most
+        sizes.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def refused(self, path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(direct.NewFile, "__init__", refused)
+    with pytest.raises(StoreError, match=r"s cannot be written: Read-only file system; give another place"):
+        Disk(tmp_path / "s").rate()
+
+
+def test_a_link_to_nothing_is_something(tmp_path):
+    (tmp_path / "s").symlink_to(tmp_path / "gone/s")
+    assert Disk(tmp_path / "s").occupied()
 
 
 def test_chunks_and_ranges(place):

@@ -1,5 +1,6 @@
 """Damage and mixtures are named and refused."""
 
+import json
 import random
 import shutil
 
@@ -13,6 +14,7 @@ from zoo import tiny
 from normgeo import HiddenStateStore, capture
 from normgeo.capture import resume_capture
 from normgeo.errors import RunError, StoreError
+from normgeo.job import check_same
 from normgeo.models import tokenizer_digest
 from normgeo.scan import angles_from_store
 from normgeo.storage import Disk
@@ -52,6 +54,10 @@ def test_truncated_and_missing_chunks_and_commits_are_named(copy):
     assert f"{file} has" in problems
     assert f"{commit} is missing" in problems
     assert "c.1.0 is missing" in problems
+    for use in (HiddenStateStore, lambda path: angles_from_store(path, progress=False)):
+        with pytest.raises(StoreError, match="is damaged: records of rows are missing; normgeo verify names them"):
+            use(copy)
+    unfinished(copy)
     assert HiddenStateStore(copy).n_tokens == HiddenStateStore(copy).commit_log[3].stop
 
 
@@ -134,15 +140,22 @@ def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
         resume_capture(copy, progress=False)
 
 
-@pytest.mark.parametrize("name", ["gain/c.0", "gain/zarr.json", "zarr.json"])
-def test_a_damaged_norm_is_one_line(copy, name):
-    site = HiddenStateStore(copy).sites[1].key
-    file = copy / f"hidden.zarr/sites/{site}/{name}"
+@pytest.mark.parametrize("damage", ["gain/c.0", "gain/zarr.json", "zarr.json", "another's", "gone", "an offset"])
+def test_a_damaged_norm_is_one_line(copy, damage):
+    """What comes out of a norm follows from them: a gain that is missing is not one that never was."""
+    home, other = (copy / f"hidden.zarr/sites/{site.key}" for site in HiddenStateStore(copy).sites[1:3])
+    file = home / (damage if damage.endswith(("c.0", "json")) else "zarr.json" if damage == "an offset" else "gain/c.0")
     raw = bytearray(file.read_bytes())
     raw[3] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(StoreError, match=rf"hidden.zarr/sites/{site} is missing or damaged"):
+    if damage == "another's":
+        shutil.copy(other / "gain/c.0", file)
+    elif damage == "gone":
+        shutil.rmtree(home / "gain")
+    else:
+        file.write_bytes(file.read_bytes().replace(b'"offset": 0.0', b'"offset": 1.0') if "offset" in damage else raw)
+    with pytest.raises(StoreError, match=rf"{home}/.* is (missing|damaged.*); normgeo verify names all"):
         angles_from_store(copy, null=4, progress=False)
+    assert str(file) in " ".join(verify(copy)[1])
 
 
 def test_stores_are_never_mixed(home, copy, tmp_path):
@@ -155,6 +168,26 @@ def test_stores_are_never_mixed(home, copy, tmp_path):
     with pytest.raises(RunError, match="another weights sha256"):
         resume_capture(other, progress=False)
     tiny("gpt2", seed=1).save_pretrained(home / "other")
+
+
+@pytest.mark.parametrize("change", [{"activation_function": "relu"}, {"n_head": 1}, {"layer_norm_epsilon": 1e-3}])
+def test_a_model_of_the_same_weights_and_another_configuration_is_refused(home, copy, change):
+    unfinished(copy)
+    file = home / "gpt2/config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | change))
+    try:
+        with pytest.raises(RunError, match=f"another config {next(iter(change)).replace('_', ' ')}: .*, now "):
+            resume_capture(copy, progress=False)
+    finally:
+        file.write_text(before)
+
+
+def test_a_later_library_may_know_more_options():
+    then, now = {"config": {"a": 1, "b": {"c": 2}}}, {"config": {"a": 1, "b": {"c": 2, "d": 3}, "e": 4}}
+    check_same(then, now, "here", ("config",))
+    with pytest.raises(RunError, match="here was started with another config b c: 5, now 2; start a new run"):
+        check_same({"config": {"a": 1, "b": {"c": 5}}}, now, "here", ("config",))
 
 
 def test_other_tokens_are_refused_on_resume(home, copy):
