@@ -9,6 +9,7 @@ tokenizer/                  the tokenizer that all twins share
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -94,7 +95,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, None)
     record = {
         "config": asdict(config), "recipe": described(recipe), "vocabulary": vocabulary,
-        "data_sha256": corpus.digest, "packing": corpus.packing, "status": "running",
+        "data_sha256": corpus.digest, "packing": corpus.packing, "exclude_sha256": _digest(excluded),
+        "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip
@@ -120,10 +122,16 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
     config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
     folder = out / "tokenizer"
     tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, folder if folder.is_dir() else None)
-    for key, now in (("data_sha256", corpus.digest), ("vocabulary", vocabulary)):
-        if record[key] != now:
-            raise RunError(f"{out} was started with another {key}: {record[key]}, now {now}; start a new run")
+    found = {"data_sha256": corpus.digest, "vocabulary": vocabulary, "exclude_sha256": _digest(excluded)}
+    for key, now in found.items():
+        if record.get(key) != now:
+            raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
     return _train_all(config, recipe, out, record, tokenizer, corpus, excluded, **options)
+
+
+def _digest(documents: set[str]) -> str:
+    """sha256 of documents, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(documents)).encode()).hexdigest()
 
 
 def _read(out: Path) -> dict[str, Any]:

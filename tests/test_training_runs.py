@@ -78,14 +78,17 @@ def test_the_command_trains_saves_reloads_and_measures(tmp_path, normgeo, monkey
 
 def test_another_text_is_not_resumed(tmp_path, normgeo):
     articles(tmp_path)
-    assert not normgeo(*command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 2)[3:])[0]
+    (tmp_path / "held-out.jsonl").write_text('{"text": "Some words of an article that is left out, and is long."}\n')
+    words = ("--norm", "rmsnorm", "--steps", 2, "--exclude", tmp_path / "held-out.jsonl")
+    assert not normgeo(*command(tmp_path, "twins", *words)[3:])[0]
     record = json.loads((tmp_path / "twins/train.json").read_text())
     (tmp_path / "twins/train.json").write_text(json.dumps(record | {"status": "running"}))
-    with (tmp_path / "text.jsonl").open("a") as file:
-        file.write('\n{"text": "more"}')
-    status, _, error = normgeo("train", "--resume", tmp_path / "twins")
-    assert status == 1
-    assert "another data_sha256" in error
+    for name, key in (("held-out", "exclude_sha256"), ("text", "data_sha256")):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write('\n{"text": "more"}')
+        status, _, error = normgeo("train", "--resume", tmp_path / "twins")
+        assert status == 1
+        assert f"another {key}" in error
 
 
 @pytest.mark.parametrize(
