@@ -165,13 +165,22 @@ def _rope(value: Value, config: dict[str, Value]) -> Value:
     return value | {"mrope_section": [half - sum(rest), *rest]}
 
 
+def _window(value: Value, config: dict[str, Value]) -> Value:
+    """Two, or as many as a rate of so many in one needs."""
+    return 2 * config.get("downsample_rate", 1) if isinstance(value, int) and value <= 32 else value
+
+
 def _special(name: str) -> Rule:
-    """Special tokens that were beyond the small vocabulary: the usual three first, the others at its end."""
+    """Special tokens that were beyond the small vocabulary: the usual three first, the others at its end.
+
+    There, too, those that stand for images or sounds where the defaults have none.
+    """
     first = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
 
     def rule(value: Value, config: dict[str, Value]) -> Value:
         names = [k for k in config if SPECIAL.fullmatch(k)]
         place = first.get(name.split("_token_")[0], VOCABULARY - 1 - names.index(name))
+        value = place if value is None and re.match("(image|video|audio)_token_id$", name) else value
         return _each(value, lambda v: place if v >= VOCABULARY - len(names) else v)
 
     return rule
@@ -185,6 +194,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"initializer_range|init_std", lambda value, _: 0.1),
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
     (r"out_indices", lambda value, config: _index(value, config, first=1)),  # 0 is what comes before the layers
+    (r"vision_feature_layer", lambda value, _: [-2, -1, 1] if isinstance(value, (list, tuple)) else value),
     (INDICES, _index),
     (r"out_features|stage_names|_out_.*", _leave),
     (r"rope_parameters|rope_scaling", _rope),
@@ -202,8 +212,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"mamba_d_ssm", _all(WIDTH)),
     (r"(.*_)?(n_heads?|heads?|num_heads|num_attention_heads(_per_stage|_per_layer)?|attn_heads)", _all(HEADS)),
     (r".*_rank|time_step_rank", _all(HEAD_DIM)),
-    (r"window_size", lambda value, _: 2 if isinstance(value, int) and value <= 32 else value),
-    (r"n_window(_infer)?", _at_most(8)),
+    (r"window_size", _window),
     (r"upsample_groups|pad_head_dim_to_multiple_of", _all(WIDTH)),
     (r"num_pos_feats", _all(WIDTH // 2)),
     (r"codebook_size", _at_most(128)),
@@ -220,6 +229,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"max_source_positions", _at_most(32)),
     (r"(.*_)?(image_size|img_size|crop_size|input_size|spec_size)|size", _at_most(64)),
     (r"(.*_)?patch_sizes?", _at_most(8)),
+    (r"image_grid_pinpoints", lambda value, _: value and [[64, 128], [128, 64], [128, 128]]),
+    (r"mm_tokens_per_image", _at_most(16)),
+    (r"projector_patch_to_query_dict", lambda value, _: {64: 8}),  # queries for so many patches
     (r"(num|n)_(local|routed)?_?experts|moe_num_experts|num_experts", _at_most(4)),
     (r".*experts_per_tok(en)?|moe_k|moe_topk|top_k|moe_top_k|.*shared_experts", _at_most(2)),
     (r"n_group|topk_group|num_expert_group", _at_most(1)),
@@ -240,7 +252,9 @@ EXCEPTIONS: dict[str, dict[str, Value]] = {
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
     "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its own lack rope_theta
     "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
+    "glmasr_encoder": {"intermediate_size": 2 * WIDTH},  # frames are put together up to this
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
+    "voxtral_encoder": {"intermediate_size": 2 * WIDTH},
     "xmod": {"default_language": "en_XX"},  # its defaults name none
 }
 """By model type: what no rule over names can know."""

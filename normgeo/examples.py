@@ -125,6 +125,8 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
         "noise": lambda: noise(2, math.prod(s // config.patch_size for s in image_shape(config)[1:])),
         "input_features": lambda: noise(*_features_shape(model, time)),
         "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
+        "feature_attention_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
+        "high_res_pixel_values": lambda: noise(2, *_high_resolution(config)),
         "past_values": lambda: noise(2, config.context_length, *_series_channels(config)),
         "past_values_padding": lambda: torch.zeros(2, config.context_length, dtype=torch.long),
         "states": lambda: noise(2, time, config.state_dim),
@@ -136,6 +138,10 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
     if name not in simple:
         raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
     return simple[name]()
+
+
+def _high_resolution(config: PretrainedConfig) -> tuple[int, int, int]:
+    return image_shape(getattr(config, "high_res_vision_config", config))
 
 
 def _encoder_width(config: PretrainedConfig) -> int:
@@ -151,7 +157,8 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     channels, height, width = image_shape(config)
     patch = first_attribute(config, "patch_size", default=1)
     patch = patch if isinstance(patch, int) else patch[-1]
-    first = _first_map(model)
+    vision = _vision(model)
+    first = next((m for m in vision.modules() if isinstance(m, nn.Conv3d)), None) or _first_map(vision)
     if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
         if isinstance(first, nn.Conv2d):
             return 2 * GRID * GRID, channels, patch, patch
@@ -170,8 +177,17 @@ def _first_map(model: nn.Module) -> Any:
     return next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear))), None)
 
 
+def _vision(model: nn.Module) -> nn.Module:
+    """What looks at images, where a model has a name for it."""
+    names = ("visual", "vision_tower", "vision_model", "image_tower")
+    return next((m for name, m in model.named_modules() if name.rpartition(".")[2] in names), model)
+
+
 def _frames(model: PreTrainedModel, time: int) -> int:
-    return 2 * first_attribute(model.config, "max_source_positions", default=8 * (time // 2 + 2))
+    if (half := first_attribute(model.config, "max_source_positions")) is not None:
+        return 2 * half
+    window = 2 * first_attribute(model.config, "n_window", default=8)  # frames are taken by whole windows
+    return -(-16 * (time // 2 + 2) // window) * window
 
 
 def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:

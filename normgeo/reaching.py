@@ -24,13 +24,14 @@ __all__ = ["beside", "reaching_inputs", "without_effect"]
 
 BETWEEN = (
     (("image_token_id", "image_token_index"), "pixel_values", "get_image_features"),
+    (("video_token_id", "video_token_index"), "pixel_values_videos", "get_video_features"),
     (("audio_token_id", "audio_token_index"), "input_features", "get_audio_features"),
 )
 """What is put between tokens: the token that stands for a part of it, the argument, and what gives the parts."""
 
 BESIDE = (
     "image_grid_thw", "spatial_shapes", "pixel_attention_mask", "image_sizes", "image_merge_sizes", "merge_sizes",
-    "input_features_mask",
+    "input_features_mask", "feature_attention_mask", "high_res_pixel_values",
 )  # fmt: skip
 """What a model may need to know of them."""
 
@@ -41,8 +42,8 @@ Extra = Iterator[dict[str, Tensor]]
 def reaching_inputs(model: PreTrainedModel, time: int | None = None, seed: int = 0) -> dict[str, Tensor]:
     """`example_inputs`, and with them all else that can be made and that the model's outputs show, also in float64.
 
-    That is an image or a sound before the text of a model that puts them between its tokens, every second patch of an
-    image masked (`bool_masked_pos`), and an encoder's hidden states for a decoder that can do without.
+    That is an image, a film or a sound before the text of a model that puts them between its tokens, every second patch
+    of an image masked (`bool_masked_pos`), and an encoder's hidden states for a decoder that can do without.
 
     Raises:
         ModelError: as `example_inputs`.
@@ -119,25 +120,27 @@ def _between(
     main: str,
     method: str,
 ) -> Extra:
-    """Two images, or two sounds, and as many tokens for each before the text as the model makes of it."""
+    """Two images, films or sounds, and as many tokens for each before the text as the model makes of it."""
     taken = inspect.signature(model.forward).parameters
     token = first_attribute(model.config, *tokens)
     features: Any = next((getattr(m, method) for m in [*model.modules()][::-1] if hasattr(m, method)), None)
     if token is None or features is None or main not in taken or main in inputs or "input_ids" not in inputs:
         return
+    if "video_grid_thw" in taken and main == "pixel_values_videos":
+        return  # by the way of images
     known = inspect.signature(features).parameters
     beside = {name: _made(name, model, generator) for name in BESIDE if name in known}
     needed = {name: value for name, value in beside.items() if known[name].default is inspect.Parameter.empty}
-    forms = list(_forms(_made(main, model, generator), _patch(model)))
+    forms = list(_forms(_made(main, model, generator), model))
     for value, more in itertools.product(forms, (needed, beside)):
-        given = {main: value} | more
         try:
-            found = features(**given)
+            found = features(value, **more)  # some call it by another name
         except Exception:  # whatever a model's own checks raise
             continue
         ids = torch.cat([torch.full((2, _vectors(found) // 2), token, device=model.device), inputs["input_ids"]], 1)
         kinds = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in taken else {}
-        yield given | kinds | {"input_ids": ids}
+        for taken_as in (value, value.unflatten(0, (2, -1))) if value.ndim == 2 else (value,):
+            yield {main: taken_as} | more | kinds | {"input_ids": ids}
 
 
 def _vectors(found: Any) -> int:
@@ -148,12 +151,22 @@ def _vectors(found: Any) -> int:
     return sum(part.numel() // part.shape[-1] for part in parts)
 
 
-def _forms(value: Tensor, patch: int) -> Iterator[Tensor]:
-    """What models take two images or sounds as: one after the other, one for each text, cut into flat patches."""
+def _forms(value: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
+    """What models take two images or sounds as.
+
+    One after the other, one for each text, time last, cut into flat patches, or as many tiles as a grid of them has.
+    """
     yield value
     yield value[:, None]
-    if value.ndim == 4:
-        yield functional.unfold(value, patch, stride=patch).mT
+    if value.ndim == 3:
+        yield value.mT
+    if value.ndim != 4:
+        return
+    yield functional.unfold(value, _patch(model), stride=_patch(model)).mT
+    height, width = value.shape[-2:]
+    grids = first_attribute(model.config, "image_grid_pinpoints", default=())
+    for tiles in sorted({(h // height) * (w // width) + 1 for h, w in grids}):
+        yield torch.stack([value.roll(tile, -1) for tile in range(tiles)], 1)
 
 
 def _masked(model: PreTrainedModel) -> Extra:

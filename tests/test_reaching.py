@@ -31,7 +31,11 @@ def worst(conversion, model, inputs):
         ("aya_vision", "pixel_values"), ("cohere2_vision", "pixel_values"), ("fuyu", "pixel_values"),
         ("llava", "pixel_values"), ("qwen2_vl", "image_grid_thw"), ("audioflamingo3", "input_features"),
         ("dinov3_vit", "bool_masked_pos"), ("musicgen", "encoder_hidden_states"),
-        ("musicgen_melody", "encoder_hidden_states"), ("internvl", "pixel_values"),
+        ("musicgen_melody", "encoder_hidden_states"), ("internvl", "pixel_values"), ("gemma3", "pixel_values"),
+        ("llava_next", "image_sizes"), ("aria", "pixel_values"), ("colqwen2", "image_grid_thw"),
+        ("deepseek_vl_hybrid", "high_res_pixel_values"), ("video_llava", "pixel_values_videos"),
+        ("qwen2_5_omni_thinker", "feature_attention_mask"), ("voxtral", "input_features"),
+        ("qwen3_omni_moe_thinker", "feature_attention_mask"), ("qwen3_asr", "input_features_mask"),
     ],
 )  # fmt: skip
 def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
