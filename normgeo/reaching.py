@@ -31,7 +31,7 @@ BETWEEN = (
 
 BESIDE = (
     "image_grid_thw", "spatial_shapes", "pixel_attention_mask", "image_sizes", "image_merge_sizes", "merge_sizes",
-    "input_features_mask", "feature_attention_mask", "high_res_pixel_values",
+    "input_features_mask", "feature_attention_mask", "high_res_pixel_values", "target_sizes",
 )  # fmt: skip
 """What a model may need to know of them."""
 
@@ -124,20 +124,21 @@ def _between(
     taken = inspect.signature(model.forward).parameters
     token = first_attribute(model.config, *tokens)
     features: Any = next((getattr(m, method) for m in [*model.modules()][::-1] if hasattr(m, method)), None)
-    if token is None or features is None or main not in taken or main in inputs or "input_ids" not in inputs:
+    if token is None or main not in taken or main in inputs or "input_ids" not in inputs:
         return
     if "video_grid_thw" in taken and main == "pixel_values_videos":
         return  # by the way of images
-    known = inspect.signature(features).parameters
+    known = inspect.signature(features).parameters if features is not None else taken
     beside = {name: _made(name, model, generator) for name in BESIDE if name in known}
     needed = {name: value for name, value in beside.items() if known[name].default is inspect.Parameter.empty}
     forms = list(_forms(_made(main, model, generator), model))
     for value, more in itertools.product(forms, (needed, beside)):
-        try:
-            found = features(value, **more)  # some call it by another name
+        try:  # some call it by another name; without it, a model puts as many as it makes for one token
+            many = _vectors(features(value, **more)) // 2 if features is not None else 1
         except Exception:  # whatever a model's own checks raise
             continue
-        ids = torch.cat([torch.full((2, _vectors(found) // 2), token, device=model.device), inputs["input_ids"]], 1)
+        ids = torch.cat([torch.full((2, many), token, device=model.device), inputs["input_ids"]], 1)
+        more |= {"attention_mask": torch.ones_like(ids)} if features is None else {}
         kinds = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in taken else {}
         for taken_as in (value, value.unflatten(0, (2, -1))) if value.ndim == 2 else (value,):
             yield {main: taken_as} | more | kinds | {"input_ids": ids}
@@ -154,7 +155,8 @@ def _vectors(found: Any) -> int:
 def _forms(value: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
     """What models take two images or sounds as.
 
-    One after the other, one for each text, time last, cut into flat patches, or as many tiles as a grid of them has.
+    One after the other, one for each text, time last, cut into flat patches, side by side, or as many tiles as a grid
+    has.
     """
     yield value
     yield value[:, None]
@@ -163,6 +165,7 @@ def _forms(value: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
     if value.ndim != 4:
         return
     yield functional.unfold(value, _patch(model), stride=_patch(model)).mT
+    yield torch.cat([*value], -1)[None]
     height, width = value.shape[-2:]
     grids = first_attribute(model.config, "image_grid_pinpoints", default=())
     for tiles in sorted({(h // height) * (w // width) + 1 for h, w in grids}):

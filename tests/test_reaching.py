@@ -36,6 +36,7 @@ def worst(conversion, model, inputs):
         ("deepseek_vl_hybrid", "high_res_pixel_values"), ("video_llava", "pixel_values_videos"),
         ("qwen2_5_omni_thinker", "feature_attention_mask"), ("voxtral", "input_features"),
         ("qwen3_omni_moe_thinker", "feature_attention_mask"), ("qwen3_asr", "input_features_mask"),
+        ("qwen2_audio", "input_features"), ("minicpmv4_6", "target_sizes"),
     ],
 )  # fmt: skip
 def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
