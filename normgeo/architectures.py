@@ -261,7 +261,8 @@ EXCEPTIONS: dict[str, dict[str, Value]] = {
 
 
 def _n_layers(config: dict[str, Value]) -> int | None:
-    return next((config[k] for k in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if k in config), None)
+    names = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+    return next((config[k] for k in names if k in config), None)
 
 
 def _per_layer(config: dict[str, Value]) -> list[str]:
