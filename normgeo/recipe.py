@@ -14,6 +14,8 @@ NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
 """The twins there are; `both` on the command line is the first two."""
 
 PRECISIONS = ("no", "bf16", "fp16")
+LEAST = {"warmup": 0, "seed": 0, "context": 2}  # a context of one token predicts nothing
+SEEDS = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("warmup", "seed") else 1
+            value, least = getattr(self, field.name), LEAST.get(field.name, 1)
             if field.type in ("int", "int | None") and value is not None and value < least:
                 raise NormGeoError(f"--{field.name.replace('_', '-')} must be at least {least}, received {value}")
+        if self.seed > SEEDS:
+            raise NormGeoError(f"--seed must be at most {SEEDS}, received {self.seed}")
         if not (math.isfinite(self.lr) and self.lr > 0 and 0 <= self.dropout < 1):
             raise NormGeoError(f"a learning rate is above 0 and a dropout in [0, 1): {self.lr}, {self.dropout}")
         if self.precision not in PRECISIONS:

@@ -64,6 +64,8 @@ def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accele
         raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
     if device != "auto" and accelerator.device.type != device:
         raise NormGeoError(f"this process trains on {accelerator.device} already; train on {device} in another one")
+    if recipe.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
+        raise NormGeoError("cannot train in fp16 on a CPU; give --precision bf16 or no")
     parts = accelerator.num_processes * recipe.accumulate
     if recipe.batch % parts:
         raise NormGeoError(
@@ -270,10 +272,10 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
-            save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
-            with whole_directory(self.folder / "curve") as scratch:
+            with whole_directory(self.folder / "curve") as scratch:  # first: a state says that all before it is there
                 self.curve.to_parquet(scratch / "curve.parquet", index=False)
                 figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
+            save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()

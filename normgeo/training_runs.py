@@ -11,24 +11,24 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
-import transformers
 
 from normgeo.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.files import check_folder, numbered, taken
 from normgeo.models import load_tokenizer
 from normgeo.recipe import NORMS, Recipe, described
-from normgeo.tokens import SAMPLE, load_tokens, read_documents
-from normgeo.training import train
+from normgeo.tokens import SAMPLE, TokenStream, load_tokens, read_documents
+from normgeo.training import start_accelerator, train
 from normgeo.training_log import tensorboard
 from normgeo.training_state import checkpoint_path, whole_directory, write_json
 from normgeo.twins import train_tokenizer
@@ -92,22 +92,28 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         raise RunError(f"{out} exists already; {hint}give another --out")
     check_folder(out)
     _check(config)
-    tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, None)
+    start_accelerator(recipe, config.device)
+    given = _prepared(config, recipe, None)
     record = {
-        "config": asdict(config), "recipe": described(recipe), "vocabulary": vocabulary,
-        "data_sha256": corpus.digest, "packing": corpus.packing, "exclude_sha256": _digest(excluded),
-        "status": "running",
+        "config": asdict(config), "recipe": described(recipe), "vocabulary": given.vocabulary,
+        "data_sha256": given.corpus.digest, "packing": given.corpus.packing,
+        "exclude_sha256": _digest(given.excluded), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip
     if state.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
-        if tokenizer is not None:
+        if given.tokenizer is not None:
             with whole_directory(out / "tokenizer") as scratch:
-                tokenizer.save_pretrained(scratch)
+                given.tokenizer.save_pretrained(scratch)
         write_json(out / "train.json", record)
     state.wait_for_everyone()
-    return _train_all(config, recipe, out, record, tokenizer, corpus, excluded, **options)
+    try:
+        return _train_all(config, recipe, out, record, given, **options)
+    except NormGeoError as error:
+        if state.is_main_process and not isinstance(error, RunError) and not any(out.glob("*/state-*")):
+            shutil.rmtree(out)  # resumed, it would fail in the same way
+        raise
 
 
 def resume_training(out: Path, **options: Any) -> dict[str, Path]:
@@ -121,12 +127,25 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
         raise RunError(f"the training in {out} is complete")
     config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
     folder = out / "tokenizer"
-    tokenizer, corpus, vocabulary, excluded = _prepared(config, recipe, folder if folder.is_dir() else None)
-    found = {"data_sha256": corpus.digest, "vocabulary": vocabulary, "exclude_sha256": _digest(excluded)}
+    given = _prepared(config, recipe, folder if folder.is_dir() else None)
+    found = {
+        "data_sha256": given.corpus.digest, "vocabulary": given.vocabulary,
+        "exclude_sha256": _digest(given.excluded),
+    }  # fmt: skip
     for key, now in found.items():
         if record.get(key) != now:
             raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
-    return _train_all(config, recipe, out, record, tokenizer, corpus, excluded, **options)
+    return _train_all(config, recipe, out, record, given, **options)
+
+
+class _Given(NamedTuple):
+    """What a configuration stands for."""
+
+    tokenizer: Any
+    corpus: Corpus
+    vocabulary: int
+    excluded: set[str]
+    held_out: TokenStream | None
 
 
 def _digest(documents: set[str]) -> str:
@@ -157,8 +176,7 @@ def _check(config: TrainConfig) -> None:
         raise NormGeoError(f"--vocabulary must be at least {least}, received {config.vocabulary}")
 
 
-def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple[Any, Corpus, int, set[str]]:
-    """The tokenizer, the data, the size of the vocabulary and the excluded documents."""
+def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Given:
     if config.data in HUB:
         check_hub(config.data)
     excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
@@ -167,20 +185,21 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> tuple
     vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
     if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
         raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
-    return tokenizer, corpus, vocabulary, excluded
+    held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
+    return _Given(tokenizer, corpus, vocabulary, excluded, held_out)
 
 
 def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
     if config.data.endswith(".npy"):
         return None
-    if stored is not None:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(stored)
-    name = config.tokenizer or (GPT2 if config.data in HUB else None)
+    name = stored or config.tokenizer or (GPT2 if config.data in HUB else None)
     if name is None:
         path = SAMPLE if config.data == "sample" else Path(config.data)
         texts = (text for text in read_documents(path) if text not in excluded)
         return train_tokenizer(texts, config.vocabulary or VOCABULARY)
     tokenizer = load_tokenizer(name)
+    if tokenizer is None and stored is not None:
+        raise RunError(f"the tokenizer in {stored} is damaged; start a new run")
     if tokenizer is None:
         raise DataError(f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id")
     return tokenizer
@@ -191,20 +210,17 @@ def _train_all(
     recipe: Recipe,
     out: Path,
     record: dict[str, Any],
-    tokenizer: Any,
-    corpus: Corpus,
-    excluded: set[str],
+    given: _Given,
     *,
     report: Callable[[str, dict[str, float]], None] = lambda norm, row: None,
     progress: bool = True,
     board: bool = False,
 ) -> dict[str, Path]:
-    held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
     for norm in config.norms:
-        fresh = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
+        fresh = open_corpus(config.data, given.tokenizer, recipe.context, recipe.seed, given.excluded)
         with tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None) as log:
             train(
-                norm, recipe, fresh, record["vocabulary"], out / norm, held_out=held_out, tokenizer=tokenizer,
+                norm, recipe, fresh, given.vocabulary, out / norm, held_out=given.held_out, tokenizer=given.tokenizer,
                 device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress, log=log,
             )  # fmt: skip
     if accelerate.PartialState().is_main_process:

@@ -37,6 +37,7 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
 def test_recipes_that_make_no_sense_are_refused():
     for changes, says in (
         ({"steps": 0}, "--steps must be at least 1"), ({"lr": -1.0}, "learning rate"), ({"heads": 5}, "multiple"),
+        ({"context": 1}, "--context must be at least 2"), ({"seed": 2**63}, "--seed must be at most"),
         ({"precision": "fp8"}, "no precision 'fp8'"), ({"checkpoint_every": 0}, "--checkpoint-every"),
     ):  # fmt: skip
         with pytest.raises(NormGeoError, match=says):
@@ -45,5 +46,7 @@ def test_recipes_that_make_no_sense_are_refused():
         recipe_for("huge")
     with pytest.raises(NormGeoError, match="multiple of 3"):
         trained("rmsnorm", small(accumulate=3))
+    with pytest.raises(NormGeoError, match="cannot train in fp16 on a CPU"):
+        trained("rmsnorm", small(precision="fp16"))
     with pytest.raises(NormGeoError, match="no norm 'batchnorm'"):
         build_twin("batchnorm", small(), 48)

@@ -81,6 +81,19 @@ def test_a_full_disk_leaves_the_last_state_intact(tmp_path, monkeypatch):
     assert trained("rmsnorm", recipe, tmp_path / "run")[1].equals(trained("rmsnorm", recipe)[1])
 
 
+def test_a_run_stopped_at_its_last_save_gets_its_whole_curve(tmp_path, monkeypatch):
+    recipe = small(steps=6, save_every=3, checkpoint_every=100)
+    with monkeypatch.context() as patch:
+        written = stopping(training.whole_directory, at=4)  # model 0, curve 3, model 6, curve 6
+        patch.setattr(training, "whole_directory", written)
+        with pytest.raises(KeyboardInterrupt):
+            trained("rmsnorm", recipe, tmp_path)
+    assert len(pd.read_parquet(tmp_path / "curve/curve.parquet")) == 3
+    _, curve = trained("rmsnorm", recipe, tmp_path)
+    assert pd.read_parquet(tmp_path / "curve/curve.parquet").equals(curve)
+    assert len(curve) == 6
+
+
 def test_a_lost_loss_stops_before_the_step(tmp_path):
     recipe = small(steps=9, save_every=3)
     trainer = training.Trainer("rmsnorm", recipe, Shuffled(text_like(), 16, 0), 48, tmp_path, device="cpu")

@@ -12,10 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from training_zoo import articles, command, environment, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens, training, training_log
 from normgeo.recipe import SIZES
+from normgeo.training_runs import TrainConfig, resume_training, start_training
 from normgeo.training_state import latest_state
 from normgeo.twins import evaluate
 
@@ -89,6 +91,36 @@ def test_another_text_is_not_resumed(tmp_path, normgeo):
         status, _, error = normgeo("train", "--resume", tmp_path / "twins")
         assert status == 1
         assert f"another {key}" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--accumulate", 3), "give --batch a multiple of 3"),
+        (("--context", 1), "--context must be at least 2"),
+        (("--precision", "fp16"), "cannot train in fp16 on a CPU"),
+        (("--lr", 1e30, "--warmup", 0), "lower the learning rate"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing(words, says, tmp_path, normgeo):
+    articles(tmp_path)
+    status, _, error = normgeo(*command(tmp_path, "twins", "--save-every", 100, *words)[3:])
+    assert status == 1
+    assert says in " ".join(error.split())
+    assert not (tmp_path / "twins").exists()
+
+
+def test_a_tokenizer_in_python_is_resumed(tmp_path):
+    articles(tmp_path)
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
+    config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), None, str(tmp_path / "bytes"), device="cpu")
+    start_training(config, small(steps=2), tmp_path / "whole", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        start_training(config, small(steps=2), tmp_path / "run", report=stopping(print, at=1), progress=False)
+    done = resume_training(tmp_path / "run", progress=False)
+    last = "rmsnorm/checkpoints/step-00000002/model.safetensors"
+    assert done["rmsnorm"] == (tmp_path / "run" / last).parent
+    assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
 @pytest.mark.parametrize(
