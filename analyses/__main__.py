@@ -17,7 +17,7 @@ import transformers
 import analyses
 from normgeo import figures
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.files import check_folder
+from normgeo.system.files import check_folder
 
 FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 

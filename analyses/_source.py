@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from normgeo.angles import AngleTable, measure_angles
+from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer
 from normgeo.tokens import load_tokens

@@ -13,8 +13,8 @@ import matplotlib.figure
 import pandas as pd
 
 from analyses import _source
-from normgeo import training_figures
 from normgeo.errors import DataError
+from normgeo.training import figures as training_figures
 
 
 def compute(run: Path | None = None) -> pd.DataFrame:

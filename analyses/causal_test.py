@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from analyses import _axes, _source
-from normgeo.agreement import agreements
-from normgeo.conversion import convert
+from normgeo.comparison.agreement import agreements
+from normgeo.conversion.convert import convert
 from normgeo.models import load_model, load_tokenizer, max_context
 from normgeo.tokens import load_tokens
 

@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 
 from analyses import _axes
 from normgeo.architectures import Architecture, architectures, tiny
-from normgeo.centering import SIDE
-from normgeo.conversion import Conversion, convert
+from normgeo.conversion.centering import SIDE
+from normgeo.conversion.convert import Conversion, convert
+from normgeo.conversion.probing import float64_copy, outputs_of
+from normgeo.conversion.reaching import reaching_inputs
 from normgeo.errors import NormGeoError
 from normgeo.models import default_dtype
-from normgeo.probing import float64_copy, outputs_of
-from normgeo.reaching import reaching_inputs
 from normgeo.sites import NormSite, find_sites
 
 VERDICTS = ("complete", "partial", "refused", "none", "wrong", "crash")

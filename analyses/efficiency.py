@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.inference_bench import summary
+from normgeo.bench.inference import summary
 
 LABELS = {
     "original": "Pre-LN", "original-kernel": "Pre-LN, kernel", "pre-rmsnorm": "Pre-RMSNorm",

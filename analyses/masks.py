@@ -16,11 +16,11 @@ import numpy as np
 import pandas as pd
 
 from analyses import _axes, _source
-from normgeo.angles import AngleTable
+from normgeo.angles.measure import AngleTable
+from normgeo.angles.runs import RunConfig, safe_name, start_run
+from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import DataError
 from normgeo.geometry import NAMES
-from normgeo.runs import RunConfig, safe_name, start_run
-from normgeo.scalars import ScalarStore
 
 Mask = Callable[[ScalarStore], np.ndarray]
 MASKS: dict[str, Mask] = {

@@ -15,7 +15,7 @@ import seaborn as sns
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.norm_bench import norm_summary
+from normgeo.bench.norms import norm_summary
 
 SHOWN = {
     "rms_norm": "F.rms_norm", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",

@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaModel
 
 from analyses import _axes
 from normgeo import figures
+from normgeo.angles.scalars import bytes_needed
+from normgeo.angles.statistics import AngleStatistics
 from normgeo.geometry import Directions
-from normgeo.scalars import bytes_needed
 from normgeo.sites import NormSite
-from normgeo.statistics import AngleStatistics
-from normgeo.store_layout import Layout
+from normgeo.store.layout import Layout
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,

@@ -10,7 +10,7 @@ import seaborn as sns
 import torch
 
 from normgeo import figures
-from normgeo.bench import bench_stream
+from normgeo.bench.stream import bench_stream
 from normgeo.models import load_model, load_tokenizer, max_context
 from normgeo.tokens import load_tokens
 

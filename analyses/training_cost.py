@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analyses import _axes, _source
-from normgeo.training_bench import FORMS, PARTS, breakdown
+from normgeo.bench.training import FORMS, PARTS, breakdown
 
 NAMES = {
     "no-norm": "no norms", "layernorm": "Pre-LN", "pre-rmsnorm": "Pre-\nRMSNorm", "pre-crmsnorm": "Pre-\nCRMSNorm",

@@ -11,14 +11,14 @@ import pandas as pd
 import torch
 
 from analyses import _axes
-from normgeo.compressed_training import compressed, widened
-from normgeo.conversion import convert
-from normgeo.corpus import Shuffled
+from normgeo.conversion.convert import convert
 from normgeo.models import load_tokenizer
-from normgeo.recipe import recipe_for
 from normgeo.tokens import load_tokens
-from normgeo.training import Trainer
-from normgeo.twins import build_twin
+from normgeo.training.compressed import compressed, widened
+from normgeo.training.corpus import Shuffled
+from normgeo.training.recipe import recipe_for
+from normgeo.training.train import Trainer
+from normgeo.training.twins import build_twin
 
 NAMES = {"pre-ln": "Pre-LN", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
 

@@ -9,18 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normgeo.angles import AngleTable, measure_angles
-    from normgeo.comparison import Comparison, compare
-    from normgeo.conversion import Conversion, convert, decompress
+    from normgeo.angles.measure import AngleTable, measure_angles
+    from normgeo.angles.scalars import ScalarStore
+    from normgeo.comparison.compare import Comparison, compare
+    from normgeo.conversion.convert import Conversion, convert, decompress
+    from normgeo.conversion.gauge import find_gauge
+    from normgeo.conversion.optimize import optimize
     from normgeo.errors import NormGeoError
-    from normgeo.gauge import find_gauge
     from normgeo.geometry import Directions, angle, standardize, uniform_vector
     from normgeo.models import load_model, load_tokenizer
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
-    from normgeo.optimizing import optimize
-    from normgeo.scalars import ScalarStore
     from normgeo.sites import NormSite, find_sites
-    from normgeo.store import HiddenStateStore
+    from normgeo.store.reader import HiddenStateStore
     from normgeo.tokens import TokenStream, load_tokens
 
 __all__ = [
@@ -52,15 +52,32 @@ __all__ = [
 ]
 
 _HOME = {
-    "Comparison": "comparison", "compare": "comparison",
-    "Conversion": "conversion", "convert": "conversion", "decompress": "conversion", "find_gauge": "gauge",
-    "HiddenStateStore": "store",
-    "AngleTable": "angles", "measure_angles": "angles", "NormGeoError": "errors", "Directions": "geometry",
-    "angle": "geometry", "standardize": "geometry", "uniform_vector": "geometry", "load_model": "models",
-    "load_tokenizer": "models", "CRMSNorm": "norms", "LayerNorm": "norms", "RMSNorm": "norms", "optimize": "optimizing",
-    "ScalarStore": "scalars", "NormSite": "sites", "find_sites": "sites", "TokenStream": "tokens",
+    "AngleTable": "angles.measure",
+    "measure_angles": "angles.measure",
+    "ScalarStore": "angles.scalars",
+    "Comparison": "comparison.compare",
+    "compare": "comparison.compare",
+    "Conversion": "conversion.convert",
+    "convert": "conversion.convert",
+    "decompress": "conversion.convert",
+    "find_gauge": "conversion.gauge",
+    "optimize": "conversion.optimize",
+    "NormGeoError": "errors",
+    "Directions": "geometry",
+    "angle": "geometry",
+    "standardize": "geometry",
+    "uniform_vector": "geometry",
+    "load_model": "models",
+    "load_tokenizer": "models",
+    "CRMSNorm": "norms",
+    "LayerNorm": "norms",
+    "RMSNorm": "norms",
+    "NormSite": "sites",
+    "find_sites": "sites",
+    "HiddenStateStore": "store.reader",
+    "TokenStream": "tokens",
     "load_tokens": "tokens",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m normgeo` is the command `normgeo`."""
 
-from normgeo.cli import main
+from normgeo.cli.main import main
 
 main()

@@ -215,8 +215,9 @@ def saved_elsewhere(*_: Any, **__: Any) -> NoReturn:
         ConversionError: always; it says what to call.
     """
     raise ConversionError(
-        "save_pretrained would write a converted model as the native one: call normgeo.checkpoint.save(conversion, "
-        "folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of transformers; "
+        "save_pretrained would write a converted model as the native one: call normgeo.conversion.checkpoint.save("
+        "conversion, folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of "
+        "transformers; "
         "to train one, convert(..., trainable=True), which saves as the model that it trains as"
     )
 

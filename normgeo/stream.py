@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
-from normgeo.memory import memory_kept
 from normgeo.models import base_model, max_context, memory_explained
 from normgeo.sites import NormSite, evaluating
+from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch
 
 __all__ = ["Sink", "check_context", "forward", "hooked", "stream"]

@@ -80,7 +80,7 @@ def passes(request):
 @pytest.fixture
 def normgeo(monkeypatch, capsys, tmp_path):
     """Run a command in a scratch directory that has some ids; gives (exit status, output, errors)."""
-    from normgeo import cli
+    from normgeo.cli import main as cli
 
     monkeypatch.chdir(tmp_path)
     np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
@@ -126,7 +126,7 @@ def full_disk(monkeypatch):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Drawing takes most of the time of a run this small."""
-    monkeypatch.setattr("normgeo.runs._draw", lambda table, folder: None)
+    monkeypatch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +146,7 @@ def store(home, tmp_path_factory):
     from stores import captured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normgeo.runs._draw", lambda table, folder: None)
+        patch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
         return captured(home, tmp_path_factory.mktemp("store") / "s")
 
 

@@ -8,7 +8,7 @@ import os
 import accelerate
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from normgeo.cli import main
+from normgeo.cli.main import main
 
 
 def sharding(begin):

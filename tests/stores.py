@@ -3,10 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from normgeo.capture import CaptureConfig, start_capture
-from normgeo.objects import storage_at
-from normgeo.runs import RunConfig
-from normgeo.store_layout import read_record, write_record
+from normgeo.angles.runs import RunConfig
+from normgeo.store.capture import CaptureConfig, start_capture
+from normgeo.store.layout import read_record, write_record
+from normgeo.store.objects import storage_at
 
 N, CONTEXT = 700, 20
 

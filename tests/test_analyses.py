@@ -12,9 +12,9 @@ import pytest
 from analyses import _source
 from analyses.__main__ import main, names
 from normgeo import figures
-from normgeo.angles import AngleTable
+from normgeo.angles.measure import AngleTable
+from normgeo.angles.runs import RunConfig, start_run
 from normgeo.errors import DataError, RunError
-from normgeo.runs import RunConfig, start_run
 
 N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]

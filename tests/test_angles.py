@@ -7,11 +7,11 @@ import pytest
 import torch
 import zoo
 
-from normgeo.angles import AngleTable, measure_angles, select_sites
+from normgeo.angles.measure import AngleTable, measure_angles, select_sites
+from normgeo.angles.verdict import already_centered, scenario
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import Directions
 from normgeo.sites import find_sites
-from normgeo.verdict import already_centered, scenario
 
 pytestmark = pytest.mark.usefixtures("passes")
 NULL = 24

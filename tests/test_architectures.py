@@ -10,7 +10,7 @@ import transformers
 from analyses import coverage
 from normgeo import architectures as module
 from normgeo.architectures import Architecture, architectures, perturb, tiny, tiny_config
-from normgeo.certify import EXACT, SINGLE
+from normgeo.conversion.certify import EXACT, SINGLE
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
 

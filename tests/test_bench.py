@@ -8,9 +8,12 @@ import torch
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import find_sites, job, memory, models, store_bench
-from normgeo.bench import VARIANTS, bench_stream, peak_memory
+from normgeo import find_sites, models
+from normgeo.angles import job
+from normgeo.bench import store as store_bench
+from normgeo.bench.stream import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
+from normgeo.system import memory
 from normgeo.tokens import TokenStream
 
 

@@ -8,11 +8,13 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from zoo import tiny
 
-from normgeo import inference_bench, inference_models, norm_bench
+from normgeo.bench import inference as inference_bench
+from normgeo.bench import inference_models
+from normgeo.bench import norms as norm_bench
+from normgeo.bench.inference import bench_inference, check_compiler
+from normgeo.bench.norms import NORMS, bench_norms
 from normgeo.errors import ModelError
-from normgeo.inference_bench import bench_inference, check_compiler
 from normgeo.models import memory_explained, usable_device
-from normgeo.norm_bench import NORMS, bench_norms
 
 NO_COMPILER = "No working C++ compiler found"
 

@@ -16,15 +16,16 @@ import zoo
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from normgeo import checkpoint, compare, convert, decompress, find_sites, load_model, optimize
-from normgeo.checkpoint import save
-from normgeo.cli import app
-from normgeo.converting import convert_checkpoint
+from normgeo import compare, convert, decompress, find_sites, load_model, optimize
+from normgeo.cli.main import app
+from normgeo.conversion import checkpoint
+from normgeo.conversion.checkpoint import save
+from normgeo.conversion.runs import convert_checkpoint
+from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.models import EMBEDDED, example_inputs
 from normgeo.norms import RMSNorm
-from normgeo.trainable import bake
 
 LOADER = """
 import sys
@@ -271,7 +272,7 @@ def test_the_command_decompresses_what_cannot_be_measured(tmp_path):
 
 
 def test_a_failed_certificate_exits_with_1_and_writes_nothing(tmp_path, monkeypatch):
-    from normgeo import conversion
+    from normgeo.conversion import convert as conversion
 
     real = conversion._replace
 

@@ -7,14 +7,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import normgeo.job
-from normgeo import checkpoint_angles, load_model, load_tokenizer, load_tokens, measure_angles
-from normgeo.checkpoint_angles import find_checkpoints, measure_checkpoints, resume_checkpoints, start_checkpoints
-from normgeo.corpus import Shuffled
+import normgeo.angles.job
+from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo.angles.runs import RunConfig
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.recipe import recipe_for
-from normgeo.runs import RunConfig
-from normgeo.training import train
+from normgeo.training import checkpoint_angles
+from normgeo.training.checkpoint_angles import (
+    find_checkpoints,
+    measure_checkpoints,
+    resume_checkpoints,
+    start_checkpoints,
+)
+from normgeo.training.corpus import Shuffled
+from normgeo.training.recipe import recipe_for
+from normgeo.training.train import train
 
 CONFIG = RunConfig((), "sample", 400, null=8, null_every=2, device="cpu")
 
@@ -178,7 +184,7 @@ def test_norms_of_no_layer_alone_are_drawn_as_a_map(twins, tmp_path):
 
 def test_without_a_number_of_tokens_a_million_or_all_are_measured(twins, monkeypatch):
     points = find_checkpoints(twins / "layernorm")[:1]
-    monkeypatch.setattr(normgeo.job, "DEFAULT_TOKENS", 96)
+    monkeypatch.setattr(normgeo.angles.job, "DEFAULT_TOKENS", 96)
     frame = measure_checkpoints(points, RunConfig((), "sample", null=2, device="cpu"), progress=False)
     assert frame.n_tokens.max() == 96
 
@@ -207,7 +213,7 @@ def test_norms_of_queries_and_keys_are_measured_where_they_are_asked_for(tmp_pat
 @pytest.fixture
 def call(monkeypatch, capsys):
     """The command line: exit status, what it printed."""
-    from normgeo import cli
+    from normgeo.cli import main as cli
 
     def call(*words):
         monkeypatch.setattr("sys.argv", ["normgeo", *map(str, words)])

@@ -143,7 +143,7 @@ def test_a_centered_model_is_called_one(normgeo):
     assert "centered is already centered" in out
 
 
-@pytest.mark.parametrize("where", ["transformers.GPT2Model.forward", "normgeo.statistics.AngleStatistics.end"])
+@pytest.mark.parametrize("where", ["transformers.GPT2Model.forward", "normgeo.angles.statistics.AngleStatistics.end"])
 def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
     name, sites = saved("gpt2"), find_sites(tiny("gpt2"))
 
@@ -151,7 +151,7 @@ def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(where, full)
-    monkeypatch.setattr("normgeo.job.find_sites", lambda model, qk: sites)
+    monkeypatch.setattr("normgeo.angles.job.find_sites", lambda model, qk: sites)
     status, _, err = normgeo("angles", name, "--data", "ids.npy")
     assert status == 1
     assert "smaller --batch (try 4)" in err
@@ -161,7 +161,7 @@ def test_an_interrupt_says_how_to_go_on(normgeo, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("normgeo.runs._measure", interrupted)
+    monkeypatch.setattr("normgeo.angles.runs._measure", interrupted)
     status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "run")
     assert status == 130
     assert "normgeo angles --resume run" in out

@@ -12,18 +12,12 @@ import torch
 import transformers
 import zoo
 
-from normgeo import (
-    agreement,
-    compare,
-    comparison,
-    convert,
-    load_model,
-    load_tokenizer,
-    load_tokens,
-    training,
-)
+from normgeo import compare, convert, load_model, load_tokenizer, load_tokens
+from normgeo.comparison import agreement
+from normgeo.comparison import compare as comparison
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.tokens import TokenStream
+from normgeo.training import train as training
 
 EXACT = ["kl_mean", "kl_max", "error_max", "error_max_rel", "error_rms_rel"]
 QUICK = {"null": 4, "rounds": 0, "progress": False}

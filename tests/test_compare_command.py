@@ -11,8 +11,10 @@ import zoo
 from test_compare import EXACT, drawn, sharpened
 
 from analyses import causal_test
-from normgeo import cli, comparison, twins
+from normgeo.cli import main as cli
+from normgeo.comparison import compare as comparison
 from normgeo.errors import ConversionError, RunError
+from normgeo.training import twins
 
 QUICK = {"null": 4, "rounds": 0, "progress": False}
 
@@ -118,7 +120,7 @@ def test_a_failure_while_writing_leaves_nothing(normgeo, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("normgeo.comparison.figures.save", full)
+    monkeypatch.setattr("normgeo.comparison.compare.figures.save", full)
     status, _, err = normgeo("gpt2", "llama", "--data", "ids.npy", "--null", 4, "--rounds", 0, "--out", "here")
     assert status == 1
     assert "cannot write here: No space left on device" in " ".join(err.split())

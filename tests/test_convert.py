@@ -10,24 +10,15 @@ import torch
 from torch import nn
 from zoo import CONFIGS, tiny
 
-from normgeo import conversion as module
-from normgeo import (
-    convert,
-    decompress,
-    find_sites,
-    load_model,
-    load_tokenizer,
-    load_tokens,
-    measure_angles,
-    optimize,
-    training,
-)
-from normgeo.certify import certificate_inputs, certify
+from normgeo import convert, decompress, find_sites, load_model, load_tokenizer, load_tokens, measure_angles, optimize
+from normgeo.conversion import convert as module
+from normgeo.conversion.certify import certificate_inputs, certify
+from normgeo.conversion.gauge import Reader, Shift, center, find_gauge
+from normgeo.conversion.probing import float64_copy
 from normgeo.errors import ConversionError, ModelError
-from normgeo.gauge import Reader, Shift, center, find_gauge
 from normgeo.models import example_inputs
-from normgeo.probing import float64_copy
 from normgeo.tokens import TokenStream
+from normgeo.training import train as training
 
 PRE_LN = {
     "gpt2": (10, 5, 0), "gpt_neo": (10, 5, 0), "gptj": (7, 3, 0), "gpt_neox": (9, 5, 0), "opt": (10, 5, 0),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from training_zoo import text_like
 
-from normgeo import corpus
-from normgeo.corpus import Shuffled, Streamed, open_corpus
 from normgeo.errors import DataError
+from normgeo.training import corpus
+from normgeo.training.corpus import Shuffled, Streamed, open_corpus
 
 
 def test_ids_come_in_an_order_that_is_a_function_of_the_seed():

@@ -11,12 +11,14 @@ import pytest
 import normgeo
 
 ROOT = Path(__file__).parent.parent
-MODULES = sorted(m.name for m in pkgutil.iter_modules(normgeo.__path__) if m.name != "__main__")
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(normgeo.__path__, "normgeo.") if not re.search("__main__|triton", m.name)
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    module = importlib.import_module(f"normgeo.{name}")
+    module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 
@@ -38,15 +40,21 @@ def test_every_public_name_is_there_and_documented():
 
 def test_readme_shows_the_tree():
     text = (ROOT / "README.md").read_text()
-    tree = text[text.index("## The tree") :]
-    for folder, pattern in (("normgeo", "*.py"), ("analyses", "*.py"), ("notebooks", "*.ipynb")):
-        for path in (ROOT / folder).glob(pattern):
-            if not path.name.startswith("_"):
-                assert re.search(rf"\b{re.escape(path.name)}\b", tree), f"{path} is not in README's tree"
-    for name in re.findall(r"^    (\w+\.py) ", tree, re.MULTILINE):
-        assert list(ROOT.glob(f"*/{name}")), f"README's tree names {name}, which is not there"
+    block = text[text.index("## The tree") :].split("```")[1]
+    shown, folder = set(), []
+    for indent, name in re.findall(r"^( *)([\w./]+)", block, re.MULTILINE):
+        folder = [*folder[: len(indent) // 4], name]
+        shown.add("".join(folder))
+    files = [path for top in ("normgeo", "analyses") for path in (ROOT / top).rglob("*.py")]
+    files += (ROOT / "notebooks").glob("*.ipynb")
+    there = {str(path.relative_to(ROOT)) for path in files if not path.name.startswith("_")}
+    whole = tuple(
+        name for name in shown if name.endswith("/") and not any(f.startswith(name) and f != name for f in shown)
+    )
+    assert {name for name in there if not name.startswith(whole)} == {name for name in shown if not name.endswith("/")}
+    assert all((ROOT / name).exists() for name in shown)
 
 
 def test_modules_stay_short():
-    for path in [*ROOT.glob("normgeo/*.py"), *ROOT.glob("analyses/*.py")]:
+    for path in [*ROOT.glob("normgeo/**/*.py"), *ROOT.glob("analyses/*.py")]:
         assert len(path.read_text().splitlines()) <= 400, path

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normgeo import kernels
+from normgeo.angles.statistics import AngleStatistics
 from normgeo.geometry import Directions
 from normgeo.kernels import ensemble
 from normgeo.kernels.compiling import compiled
 from normgeo.sites import NormSite
-from normgeo.statistics import AngleStatistics
 from normgeo.tokens import TokenBatch
 
 

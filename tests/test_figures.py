@@ -2,7 +2,7 @@ import matplotlib.figure
 import pytest
 
 from normgeo import figures
-from normgeo.angles import AngleTable, measure_angles
+from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
 
 

@@ -8,9 +8,13 @@ import pytest
 
 from analyses import __main__ as analyses
 from analyses import efficiency
-from normgeo import bench, inference_bench, norm_bench, store_bench, training_bench
+from normgeo.bench import inference as inference_bench
+from normgeo.bench import norms as norm_bench
+from normgeo.bench import store as store_bench
+from normgeo.bench import stream as bench
+from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
-from normgeo.files import check_file, check_folder, write_table, write_whole
+from normgeo.system.files import check_file, check_folder, write_table, write_whole
 
 FRAME = pd.DataFrame({"a": [1, 2]})
 BENCHMARKS = {
@@ -71,7 +75,7 @@ def test_a_table_is_printed_even_where_it_cannot_be_written_any_more(normgeo, mo
     def gone(path, _):
         raise FileNotFoundError(2, "No such file or directory", path)
 
-    monkeypatch.setattr("normgeo.files.write_whole", gone)
+    monkeypatch.setattr("normgeo.system.files.write_whole", gone)
     monkeypatch.setattr("torch.compile", lambda module, **_: module)
     status, out, err = normgeo(
         "bench", "norms", "--shapes", "1x2x16", "--dtype", "float32", "--rounds", 3, "--seconds", 0, "--out", "raw"

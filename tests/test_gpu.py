@@ -11,17 +11,18 @@ from pretended import pretended_cuda
 from stores import config
 from zoo import tiny
 
-from normgeo import HiddenStateStore, convert, find_gauge, find_sites, job, measure_angles
-from normgeo.bench import bench_stream
-from normgeo.capture import CaptureConfig, start_capture
-from normgeo.comparison import compare
-from normgeo.rebuild import same_bits, standardized
-from normgeo.runs import RunConfig, start_run
-from normgeo.scalars import ScalarStore
-from normgeo.scan import angles_from_store
-from normgeo.store_bench import bench_store
-from normgeo.store_check import verify
-from normgeo.store_writer import StoreWriter
+from normgeo import HiddenStateStore, convert, find_gauge, find_sites, measure_angles
+from normgeo.angles import job
+from normgeo.angles.runs import RunConfig, start_run
+from normgeo.angles.scalars import ScalarStore
+from normgeo.bench.store import bench_store
+from normgeo.bench.stream import bench_stream
+from normgeo.comparison.compare import compare
+from normgeo.store.capture import CaptureConfig, start_capture
+from normgeo.store.check import verify
+from normgeo.store.rebuild import same_bits, standardized
+from normgeo.store.scan import angles_from_store
+from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.tokens import TokenStream
 
@@ -72,7 +73,7 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
     """As a device map has it: the first layers here, the others there, and hidden states from both."""
     if other == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs a CUDA device more")
-    monkeypatch.setattr("normgeo.runs._draw", lambda table, folder: None)
+    monkeypatch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
     tiny("llama").save_pretrained(tmp_path / "m")
     np.save(tmp_path / "ids.npy", IDS)
     places = {"model.embed_tokens": "cuda:0", "model.layers.0": "cuda:0", "model.rotary_emb": "cuda:0",
@@ -85,7 +86,7 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
             add_hook_to_module(module, AlignDevicesHook(execution_device=device, io_same_device=False))
         return model
 
-    monkeypatch.setattr("normgeo.job.load_model", spread)
+    monkeypatch.setattr("normgeo.angles.job.load_model", spread)
     run = RunConfig((str(tmp_path / "m"),), str(tmp_path / "ids.npy"), batch=3, null=8)
     during = start_capture(CaptureConfig(run, ("pre", "post"), 64 * 32 * 4), tmp_path / "s", progress=False).frame
     assert verify(tmp_path / "s")[1] == []
@@ -99,7 +100,7 @@ def test_a_model_on_two_devices_is_captured(tmp_path, monkeypatch, other):
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16"), ("gpt2", "float32")])
 def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_path, monkeypatch, name, dtype):
     """With room for little that waits, and a model that writes over hidden states as soon as its norms have them."""
-    monkeypatch.setattr("normgeo.capture.StoreWriter", partial(StoreWriter, waiting_bytes=20000))
+    monkeypatch.setattr("normgeo.store.capture.StoreWriter", partial(StoreWriter, waiting_bytes=20000))
     load = job.load_model
 
     def overwrite(module, args, output):
@@ -111,7 +112,7 @@ def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_pa
             model.get_submodule(site.name).register_forward_hook(overwrite)
         return model
 
-    monkeypatch.setattr("normgeo.job.load_model", overwriting)
+    monkeypatch.setattr("normgeo.angles.job.load_model", overwriting)
     phases = ("pre", "standardized", "post")
     setup = config(home, name, phases, n=400, device="cuda:0", dtype=dtype, qk=True, batch=5)
     start_capture(setup, tmp_path / "s", progress=False)

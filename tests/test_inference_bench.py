@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 from zoo import tiny
 
 from analyses import efficiency
-from normgeo import cli, inference_bench, inference_models
+from normgeo.bench import inference as inference_bench
+from normgeo.bench import inference_models
+from normgeo.bench.inference import bench_inference, summary
+from normgeo.bench.inference_models import SIZES, VARIANTS, available, bases, build, derived, in_dtype, main_sites
+from normgeo.bench.norm_timer import NormTimer
+from normgeo.cli import main as cli
 from normgeo.errors import DataError, ModelError, NormGeoError
-from normgeo.inference_bench import bench_inference, summary
-from normgeo.inference_models import SIZES, VARIANTS, available, bases, build, derived, in_dtype, main_sites
-from normgeo.norm_timer import NormTimer
-from normgeo.timing import Stopwatch, interleaved
+from normgeo.system.timing import Stopwatch, interleaved
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ import torch
 from zoo import CONFIGS, tiny
 
 from normgeo import convert, load_model, load_tokenizer, load_tokens
-from normgeo.converting import convert_checkpoint
+from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
 from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
 from normgeo.tokens import SAMPLE
-from normgeo.training import evaluate
+from normgeo.training.train import evaluate
 
 
 def test_table_1_is_the_papers():

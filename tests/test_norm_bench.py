@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from analyses import norm_kernels
-from normgeo import cli
+from normgeo.bench.norms import NORMS, SHAPES, bench_norms, norm_summary
+from normgeo.cli import main as cli
 from normgeo.errors import DataError, ModelError, NormGeoError
-from normgeo.norm_bench import NORMS, SHAPES, bench_norms, norm_summary
 from normgeo.norms import CRMSNorm, RMSNorm
 
 

@@ -18,12 +18,13 @@ from bucket import served
 from stores import CONTEXT, N, captured, config, content, unfinished
 from test_ranks import by_ranks
 
-from normgeo import AngleTable, HiddenStateStore, store_writer
-from normgeo.capture import resume_capture, start_capture
+from normgeo import AngleTable, HiddenStateStore
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.objects import storage_at
-from normgeo.scan import angles_from_store
-from normgeo.store_check import verify
+from normgeo.store import writer as store_writer
+from normgeo.store.capture import resume_capture, start_capture
+from normgeo.store.check import verify
+from normgeo.store.objects import storage_at
+from normgeo.store.scan import angles_from_store
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -40,7 +41,7 @@ def server():
 def remote(server, home):
     """A store in the bucket that tests only read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normgeo.runs._draw", lambda table, folder: None)
+        patch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
         return captured(home, "s3://bucket/a/store")
 
 
@@ -160,9 +161,10 @@ CODE = """
 import sys
 from pathlib import Path
 import torch; torch.set_num_threads(1)
-from normgeo import capture, runs
-from normgeo.objects import storage_at
-from normgeo.runs import RunConfig
+from normgeo.store import capture
+from normgeo.angles import runs
+from normgeo.store.objects import storage_at
+from normgeo.angles.runs import RunConfig
 runs._draw = lambda table, folder: None
 home, out = Path(sys.argv[1]), sys.argv[2]
 run = RunConfig((str(home / "gpt2"),), str(home / "many.npy"), batch=3, null=8, device="cpu")
@@ -232,7 +234,7 @@ def test_where_nothing_was_captured_nothing_is_left(home, url, monkeypatch):
     def failing(*args):
         raise StoreError("the disk is on fire")
 
-    monkeypatch.setattr("normgeo.store_writer.write_commit", failing)
+    monkeypatch.setattr("normgeo.store.writer.write_commit", failing)
     with pytest.raises(StoreError, match="on fire"):
         captured(home, url)
     assert files(url) == {}
@@ -243,9 +245,9 @@ def test_a_writer_that_lost_its_lock_removes_nothing_of_another(home, url, monke
     theirs = []
 
     def hanging(*args):
-        monkeypatch.setattr("normgeo.store_writer.write_commit", written)
+        monkeypatch.setattr("normgeo.store.writer.write_commit", written)
         with monkeypatch.context() as patch:
-            patch.setattr("normgeo.objects.LEASE_SECONDS", -1.0)
+            patch.setattr("normgeo.store.objects.LEASE_SECONDS", -1.0)
             other = storage_at(url)
             while not theirs:  # the first renews meanwhile: when it does in between, one has to try again
                 with contextlib.suppress(StoreError):
@@ -255,7 +257,7 @@ def test_a_writer_that_lost_its_lock_removes_nothing_of_another(home, url, monke
         raise StoreError("the disk is on fire")
 
     written = store_writer.write_commit
-    monkeypatch.setattr("normgeo.store_writer.write_commit", hanging)
+    monkeypatch.setattr("normgeo.store.writer.write_commit", hanging)
     with pytest.raises(StoreError, match="on fire"):
         captured(home, url)
     assert "hidden.zarr/of-the-other" in files(url)

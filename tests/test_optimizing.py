@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normgeo import convert, optimize
+from normgeo.conversion.optimize import fused_norms
+from normgeo.conversion.probing import float64_copy, outputs_of
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.norms import RMSNorm
-from normgeo.optimizing import fused_norms
-from normgeo.probing import float64_copy, outputs_of
 
 FUSED = {  # how many of a two-layer model's norms read a sum of its blocks
     "gpt2": 4, "gpt_neo": 4, "gpt_neox": 2, "gptj": 2, "opt": 4, "phi": 2, "stablelm": 4, "nemotron": 4, "vit": 4,

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
 from normgeo import convert, optimize
+from normgeo.conversion.optimize import fused_norms
+from normgeo.conversion.probing import outputs_of
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
-from normgeo.optimizing import fused_norms
-from normgeo.probing import outputs_of
 
 CASES = {
     "gpt2": ("gpt2", {}, "h", ()),

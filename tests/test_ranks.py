@@ -18,13 +18,15 @@ import pytest
 from stores import CONTEXT, captured, config, content, unfinished
 from torch.distributed import HashStore
 
-from normgeo import AngleTable, HiddenStateStore, capture, job, packing, tokens
-from normgeo.capture import CaptureConfig, resume_capture, start_capture
+from normgeo import AngleTable, HiddenStateStore, packing, tokens
+from normgeo.angles import job
+from normgeo.angles.runs import RunConfig
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.ranks import Ranks
-from normgeo.runs import RunConfig
-from normgeo.storage import Disk
-from normgeo.store_check import verify
+from normgeo.store import capture
+from normgeo.store.capture import CaptureConfig, resume_capture, start_capture
+from normgeo.store.check import verify
+from normgeo.store.storage import Disk
+from normgeo.system.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).parent.parent
@@ -143,7 +145,7 @@ def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, 
 
 SILENT = """
 import os, sys, time
-from normgeo import ranks
+from normgeo.system import ranks
 from normgeo.errors import NormGeoError
 ranks.BEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 2.0
 mine = ranks.Ranks.from_environment()
@@ -249,10 +251,10 @@ def test_the_command_under_torchrun(tmp_path):
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from normgeo import runs
+from normgeo.angles import runs
 sync = os.fsync
 os.fsync = lambda descriptor: (time.sleep(0.05), sync(descriptor))  # a disk too slow to be done before it is killed
-from normgeo.capture import CaptureConfig, start_capture
+from normgeo.store.capture import CaptureConfig, start_capture
 runs._draw = lambda table, folder: None
 run = runs.RunConfig((sys.argv[1],), sys.argv[2], batch=3, null=8, device="cpu")
 start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), Path(sys.argv[3]), progress=False)

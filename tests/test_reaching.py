@@ -10,10 +10,10 @@ from torch import nn
 
 from normgeo import convert, find_gauge
 from normgeo.architectures import architectures, tiny
+from normgeo.conversion.probing import float64_copy, outputs_of
+from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
-from normgeo.probing import float64_copy, outputs_of
-from normgeo.reaching import reaching_inputs, without_effect
 
 ALL = {a.model_type: a for a in architectures()}
 

@@ -8,7 +8,7 @@ from jaxtyping import TypeCheckError
 
 from normgeo import kernels
 from normgeo.kernels import rms
-from normgeo.rebuild import RECIPES, ROUNDED_HALFWAY, WIDE_GAINS, Rebuild, same_bits
+from normgeo.store.rebuild import RECIPES, ROUNDED_HALFWAY, WIDE_GAINS, Rebuild, same_bits
 
 
 @pytest.fixture(scope="module", params=["compiled", "torch"], autouse=True)

@@ -6,8 +6,8 @@ import pytest
 from training_zoo import small, trained
 
 from normgeo.errors import NormGeoError
-from normgeo.recipe import SIZES, checkpoint_steps, learning_rate, recipe_for
-from normgeo.twins import build_twin
+from normgeo.training.recipe import SIZES, checkpoint_steps, learning_rate, recipe_for
+from normgeo.training.twins import build_twin
 
 
 def test_sizes_are_those_of_table_2():

@@ -15,9 +15,10 @@ import torch
 import zarr
 from zoo import tiny
 
-from normgeo import AngleTable, ScalarStore, job, load_model, load_tokenizer, load_tokens, measure_angles, runs
+from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo.angles import job, runs
+from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import ActivationError, DataError, RunError
-from normgeo.runs import RunConfig, resume_run, start_run
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
 
@@ -126,7 +127,7 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, no
 
 def test_killed_processes_lose_nothing(tmp_path, no_figures):
     code = (
-        "import sys; from pathlib import Path; from normgeo import job, runs\n"
+        "import sys; from pathlib import Path; from normgeo.angles import job, runs\n"
         "job.BLOCK_TOKENS, runs._draw = 1024, lambda table, folder: None\n"
         "config = runs.RunConfig(('embedded-layernorm',), tokens=16_000, context=64, batch=4, null=8)\n"
         "out = Path(sys.argv[1])\n"

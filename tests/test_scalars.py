@@ -5,10 +5,10 @@ import pytest
 import torch
 from test_statistics import EPS, near, noise
 
+from normgeo.angles.scalars import ScalarStore, ScalarWriter, bytes_needed
+from normgeo.angles.statistics import PHASES, UNIT, AngleStatistics
 from normgeo.geometry import NAMES, Directions
-from normgeo.scalars import ScalarStore, ScalarWriter, bytes_needed
 from normgeo.sites import NormSite
-from normgeo.statistics import PHASES, UNIT, AngleStatistics
 from normgeo.tokens import TokenBatch
 
 D, N, BLOCK = 24, 40, 20

@@ -8,11 +8,12 @@ import pytest
 import torch
 from stores import CONTEXT, a_chunk, captured
 
-from normgeo import AngleTable, HiddenStateStore, scan
+from normgeo import AngleTable, HiddenStateStore
+from normgeo.angles.statistics import BINS, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.scan import angles_from_store
-from normgeo.statistics import BINS, AngleStatistics
-from normgeo.store_layout import read_state
+from normgeo.store import scan
+from normgeo.store.layout import read_state
+from normgeo.store.scan import angles_from_store
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

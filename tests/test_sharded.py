@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from zoo import tiny
 
-from normgeo import convert, converting, load_model, sharded
-from normgeo.cli import app
+from normgeo import convert, load_model
+from normgeo.cli.main import app
+from normgeo.conversion import runs as converting
+from normgeo.conversion import sharded
+from normgeo.conversion.gauge import find_gauge
+from normgeo.conversion.shallow import shallow_gauge
+from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, NormGeoError
-from normgeo.gauge import find_gauge
 from normgeo.models import example_inputs
-from normgeo.shallow import shallow_gauge
-from normgeo.sharded import convert_sharded
 
 AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
 DEPTH = {
@@ -59,7 +61,7 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
 
 def test_layers_that_differ_are_not_guessed(tmp_path):
     """A model whose third layer has another parameter is refused, not converted by analogy."""
-    from normgeo.shallow import empty_model, shallow_model, spread
+    from normgeo.conversion.shallow import empty_model, shallow_model, spread
 
     model = tiny("gpt2", n_layer=4)
     deep, shallow = empty_model(type(model), model.config), shallow_model(type(model), model.config)
@@ -95,15 +97,15 @@ def test_the_command_by_shard(tmp_path):
 
 SMALL_MEMORY = """
 import resource, sys, torch, pathlib
-import transformers, normgeo.sharded, normgeo.conversion, normgeo.models
+import transformers, normgeo.conversion.sharded, normgeo.conversion.convert, normgeo.models
 torch.set_num_threads(1)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[3]), used + int(sys.argv[3])))
 source, out = map(pathlib.Path, sys.argv[1:3])
 if sys.argv[4] == "by shard":
-    normgeo.sharded.convert_sharded(source, out)
+    normgeo.conversion.sharded.convert_sharded(source, out)
 else:
-    normgeo.conversion.convert(normgeo.models.load_model(source))
+    normgeo.conversion.convert.convert(normgeo.models.load_model(source))
 print("done")
 """
 

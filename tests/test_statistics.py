@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normgeo.angles import AngleTable
+from normgeo.angles.measure import AngleTable
+from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
-from normgeo.statistics import GROUPS, PHASES, AngleStatistics
 from normgeo.tokens import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("passes")

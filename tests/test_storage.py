@@ -17,10 +17,11 @@ import pytest
 import zarr
 from bucket import served
 
-from normgeo import direct, objects
 from normgeo.errors import StoreError
-from normgeo.objects import storage_at
-from normgeo.storage import Disk
+from normgeo.store import objects
+from normgeo.store.objects import storage_at
+from normgeo.store.storage import Disk
+from normgeo.system import direct
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,16 @@ import torch
 import zarr
 from stores import CONTEXT, N, captured, config
 
-from normgeo import HiddenStateStore, find_sites, load_model, scan
-from normgeo.capture import CaptureConfig, start_capture
+from normgeo import HiddenStateStore, find_sites, load_model
+from normgeo.angles.runs import RunConfig, start_run
 from normgeo.errors import StoreError
-from normgeo.rebuild import find_rebuild, same_bits
-from normgeo.runs import RunConfig, start_run
-from normgeo.scan import angles_from_store
-from normgeo.storage import Disk
-from normgeo.store_check import verify
-from normgeo.store_layout import read_record, write_record
+from normgeo.store import scan
+from normgeo.store.capture import CaptureConfig, start_capture
+from normgeo.store.check import verify
+from normgeo.store.layout import read_record, write_record
+from normgeo.store.rebuild import find_rebuild, same_bits
+from normgeo.store.scan import angles_from_store
+from normgeo.store.storage import Disk
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -149,7 +150,7 @@ def test_no_checksums_are_kept_of_outputs_that_are_not_rebuilt_exactly(home, tmp
     def found(module, site, *args):
         return replace(find_rebuild(module, site, *args), bit_equal=site.role == "mlp")
 
-    monkeypatch.setattr("normgeo.capture.find_rebuild", found)
+    monkeypatch.setattr("normgeo.store.capture.find_rebuild", found)
     said, read = [], []
     during = start_capture(config(home), tmp_path / "s", announce=said.append, progress=False)
     kept = {key for commit in HiddenStateStore(tmp_path / "s").commit_log for key in commit.post}

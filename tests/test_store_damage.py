@@ -11,14 +11,15 @@ from stores import a_chunk, captured, unfinished
 from transformers import PreTrainedTokenizerFast
 from zoo import tiny
 
-from normgeo import HiddenStateStore, capture
-from normgeo.capture import resume_capture
+from normgeo import HiddenStateStore
+from normgeo.angles.job import check_same
 from normgeo.errors import RunError, StoreError
-from normgeo.job import check_same
 from normgeo.models import tokenizer_digest
-from normgeo.scan import angles_from_store
-from normgeo.storage import Disk
-from normgeo.store_check import verify
+from normgeo.store import capture
+from normgeo.store.capture import resume_capture
+from normgeo.store.check import verify
+from normgeo.store.scan import angles_from_store
+from normgeo.store.storage import Disk
 from normgeo.tokens import load_tokens
 
 pytestmark = pytest.mark.usefixtures("no_figures")

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from stores import CONTEXT, N, captured, content, unfinished
 
-from normgeo import HiddenStateStore, capture, direct, stream
-from normgeo.capture import resume_capture
-from normgeo.direct import BLOCK
+from normgeo import HiddenStateStore, stream
 from normgeo.errors import RunError, StoreError
-from normgeo.storage import Disk
-from normgeo.store_check import verify
-from normgeo.store_layout import commit_file
-from normgeo.store_writer import StoreWriter, _Buffers
+from normgeo.store import capture
+from normgeo.store.capture import resume_capture
+from normgeo.store.check import verify
+from normgeo.store.layout import commit_file
+from normgeo.store.storage import Disk
+from normgeo.store.writer import StoreWriter, _Buffers
+from normgeo.system import direct
+from normgeo.system.direct import BLOCK
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -51,8 +53,9 @@ CODE = """
 import os, sys, time
 from pathlib import Path
 import torch; torch.set_num_threads(1)
-from normgeo import capture, runs
-from normgeo.runs import RunConfig
+from normgeo.store import capture
+from normgeo.angles import runs
+from normgeo.angles.runs import RunConfig
 runs._draw = lambda table, folder: None
 home, out, slow = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 sync = os.fsync
@@ -138,7 +141,7 @@ def test_a_directory_of_ones_own_is_left_as_it_was(home, tmp_path, monkeypatch):
     (tmp_path / "mine/empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "mine")
     with monkeypatch.context() as patch:
-        patch.setattr("normgeo.store_writer.write_commit", failing)
+        patch.setattr("normgeo.store.writer.write_commit", failing)
         with pytest.raises(StoreError, match="on fire"):
             captured(home, ".")
         assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/empty"]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaModel
 from analyses import store_plan
 from analyses.store_plan import CPU, NODE, TIERS, Machine, bytes_and_files, flops_per_token, sites_of
 from normgeo import HiddenStateStore, find_sites
-from normgeo.runs import start_run
+from normgeo.angles.runs import start_run
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 SMALL = LlamaConfig(

@@ -3,7 +3,7 @@ import pytest
 import torch
 import zoo
 
-from normgeo.angles import measure_angles
+from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, hooked, stream

@@ -12,12 +12,12 @@ from torch.nn.utils import parametrize
 from zoo import tiny
 
 from normgeo import convert
-from normgeo.compressed_training import compressed
+from normgeo.conversion.gauge import find_gauge
+from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError
-from normgeo.gauge import find_gauge
 from normgeo.models import example_inputs
 from normgeo.norms import RMSNorm
-from normgeo.trainable import bake
+from normgeo.training.compressed import compressed
 
 STEPS = 50
 DROPOUT = {

@@ -15,11 +15,13 @@ import safetensors.torch
 import torch
 from training_zoo import small, stopping, text_like, trained
 
-from normgeo import progress, training, training_state
-from normgeo.corpus import Shuffled
 from normgeo.errors import NormGeoError, RunError
-from normgeo.recipe import NORMS
-from normgeo.training_state import latest_state
+from normgeo.system import progress
+from normgeo.training import state as training_state
+from normgeo.training import train as training
+from normgeo.training.corpus import Shuffled
+from normgeo.training.recipe import NORMS
+from normgeo.training.state import latest_state
 
 
 @pytest.mark.parametrize("norm", NORMS)

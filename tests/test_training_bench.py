@@ -8,10 +8,10 @@ import torch
 from training_zoo import small
 
 from analyses import training_cost
+from normgeo.bench.training import FORMS, ablated, bench_training, breakdown
 from normgeo.errors import DataError, NormGeoError
-from normgeo.recipe import SIZES
-from normgeo.training_bench import FORMS, ablated, bench_training, breakdown
-from normgeo.twins import build_twin
+from normgeo.training.recipe import SIZES
+from normgeo.training.twins import build_twin
 
 IDS = torch.arange(32).view(2, 16)
 

@@ -15,11 +15,13 @@ import torch
 import transformers
 from training_zoo import articles, command, environment, small, stopping
 
-from normgeo import load_model, load_tokenizer, load_tokens, training, training_log
-from normgeo.recipe import SIZES
-from normgeo.training_runs import TrainConfig, resume_training, start_training
-from normgeo.training_state import latest_state
-from normgeo.twins import evaluate
+from normgeo import load_model, load_tokenizer, load_tokens
+from normgeo.training import log as training_log
+from normgeo.training import train as training
+from normgeo.training.recipe import SIZES
+from normgeo.training.runs import TrainConfig, resume_training, start_training
+from normgeo.training.state import latest_state
+from normgeo.training.twins import evaluate
 
 HERE = Path(__file__).parent
 

@@ -8,11 +8,11 @@ from test_norms import random_norm
 from zoo import tiny
 
 from normgeo import convert, kernels, optimize
+from normgeo.conversion.probing import outputs_of
 from normgeo.examples import example_inputs
 from normgeo.geometry import Directions
 from normgeo.kernels import fallback, norm_ops
 from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
-from normgeo.probing import outputs_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = {"layernorm": (LayerNorm, {}), "rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}),

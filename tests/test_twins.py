@@ -7,12 +7,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from training_zoo import small, trained
 
-from normgeo import convert, find_sites, load_model, twins
-from normgeo.compressed_training import compressed
+from normgeo import convert, find_sites, load_model
 from normgeo.errors import ConversionError
 from normgeo.norms import CRMSNorm
-from normgeo.recipe import NORMS
-from normgeo.twins import build_twin, save_twin, train_tokenizer
+from normgeo.training import twins
+from normgeo.training.compressed import compressed
+from normgeo.training.recipe import NORMS
+from normgeo.training.twins import build_twin, save_twin, train_tokenizer
 
 
 def test_twins_start_from_the_same_weights():

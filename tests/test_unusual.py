@@ -10,12 +10,12 @@ import zoo
 
 from normgeo import convert, decompress, load_model, optimize
 from normgeo.architectures import architectures, tiny
-from normgeo.checkpoint import save
-from normgeo.conversion_checks import check_inputs
+from normgeo.conversion.checkpoint import save
+from normgeo.conversion.checks import check_inputs
+from normgeo.conversion.probing import tied
+from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError
 from normgeo.models import example_inputs
-from normgeo.probing import tied
-from normgeo.trainable import bake
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
 GPT_NEO = {

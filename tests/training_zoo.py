@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from normgeo import training
-from normgeo.corpus import Shuffled
-from normgeo.recipe import recipe_for
 from normgeo.tokens import TokenStream
+from normgeo.training import train as training
+from normgeo.training.corpus import Shuffled
+from normgeo.training.recipe import recipe_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"layers": 1, "d": 32, "heads": 2, "context": 16, "batch": 4, "warmup": 2, "precision": "no"}

@@ -1,0 +1,219 @@
+"""What a run is given, and what it is of: a model, its norms and its tokens, ready to be measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from normgeo.angles.measure import select_sites
+from normgeo.errors import NormGeoError, RunError
+from normgeo.models import (
+    EMBEDDED,
+    load_model,
+    load_tokenizer,
+    max_context,
+    pick_dtype,
+    tokenizer_digest,
+    usable_device,
+    weights_digest,
+)
+from normgeo.sites import NormSite, find_sites
+from normgeo.stream import check_context
+from normgeo.system.timing import device_name
+from normgeo.tokens import TokenStream, load_tokens
+
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "prepare"]
+
+BLOCK_TOKENS = 16_384
+KEEP_SCALARS_UP_TO = 2_000_000
+DEFAULT_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run's numbers are, as the command line gives it; None is the default."""
+
+    models: tuple[str, ...] = tuple(EMBEDDED)
+    data: str | None = None
+    tokens: int | None = None
+    context: int | None = None
+    batch: int = 8
+    dtype: str | None = None
+    device: str = "auto"
+    device_map: str | None = None
+    null: int = 256
+    null_every: int = 16
+    seed: int = 0
+    sites: str | None = None
+    qk: bool = False
+    keep: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        least_of = (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1), ("seed", 0))
+        for name, least in least_of:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
+        pick_dtype(self.dtype, self.device)
+        if self.keep not in (None, "scalars", "none"):
+            raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
+
+    @classmethod
+    def recorded(cls, record: dict[str, Any]) -> RunConfig:
+        """What `dataclasses.asdict` and JSON made of one."""
+        options: dict[str, Any] = record | {"models": tuple(record["models"])}
+        return cls(**options)
+
+    @property
+    def source(self) -> str:
+        """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
+        return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `prepare` gives.
+
+    Attributes:
+        label: what the model is called in tables and figures.
+        model: the model, on its device.
+        tokens: what it will see.
+        sites: its norms.
+        n_tokens: how many of the tokens.
+        bos: the id that begins a document, if any: those vectors are counted apart.
+        keep: keep per-token scalars.
+        block: tokens between two commits.
+        about: what a run records, and compares when it is resumed.
+    """
+
+    label: str
+    model: PreTrainedModel
+    tokens: TokenStream
+    sites: list[NormSite]
+    n_tokens: int
+    bos: int | None
+    keep: bool
+    block: int
+    about: dict[str, Any]
+
+
+def prepare(
+    config: RunConfig, name: str, *, before: dict[str, Any] | None = None,
+    first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
+) -> Job:  # fmt: skip
+    """A model, its sites and its tokens, ready to be measured, and what they are, as JSON holds it.
+
+    Args:
+        config: of the run.
+        name: of the model.
+        before: what they were when the run was begun.
+        first: what the first of several processes does for all of them; see `Ranks.first`.
+    """
+    device = usable_device(config.device)
+    trust = config.trust_remote_code
+    model = load_model(
+        name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
+        revision=config.revision, trust_remote_code=trust,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
+    is_ids = config.source.endswith(".npy")
+    context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
+    if context is not None:
+        check_context(model, context)
+    tokens = load_tokens(config.source, tokenizer, context)
+    check_context(model, tokens.context)
+    if before is not None and before.get("data_sha256") == tokens.digest:
+        n_tokens = before["n_tokens"]
+        tokens.marks[:] = map(tuple, before.get("marks", ()))
+    else:
+        tokens, n_tokens = _counted(tokens, config.tokens, first)
+    sites = select_sites(find_sites(model, qk=config.qk), config.sites)
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
+    keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
+    about = {
+        "model": name,
+        "class": type(model).__name__,
+        "config": _lasting(json.loads(model.config.to_json_string(use_diff=False))),
+        "parameters": model.num_parameters(),
+        "weights_sha256": weights_digest(model),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
+        "tokenizer_sha256": None if is_ids or tokenizer is None else tokenizer_digest(tokenizer),
+        "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
+        "data": tokens.source,
+        "data_sha256": tokens.digest,
+        "packing": tokens.packing,
+        "context": tokens.context,
+        "n_tokens": n_tokens,
+        "marks": [list(mark) for mark in tokens.marks if mark[0] < n_tokens],
+        "bos": bos,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
+        "sites": [asdict(site) for site in sites],
+    }
+    at_once = config.batch * tokens.context
+    block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
+    label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
+    return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
+
+
+def _counted(
+    tokens: TokenStream, asked: int | None, first: Callable[[str, Callable[[], Any]], Any]
+) -> tuple[TokenStream, int]:
+    """The tokens, and so many of them as were asked for; else a million, or all where a local source has fewer.
+
+    Raises:
+        DataError: a local source has fewer than were asked for. Said before anything is measured or written.
+    """
+    most = asked or DEFAULT_TOKENS
+    if tokens.digest.startswith("wikimedia/"):
+        return tokens, most
+
+    def count() -> tuple[int, list[Any]]:
+        nonlocal tokens
+        tokens, there = tokens.counted(most)
+        if asked is not None and there < asked:
+            raise tokens.too_short(there, asked)
+        return there, tokens.marks
+
+    there, marks = first("tokens", count)
+    tokens.marks[:] = map(tuple, marks)
+    return tokens, there
+
+
+def _lasting(config: Any) -> Any:
+    """A configuration without what differs between two copies of one model."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _lasting(value) for key, value in config.items() if key not in PASSING}
+
+
+PASSING = {"_name_or_path", "_commit_hash", "transformers_version"}
+SAME = ("weights_sha256", "config", "tokenizer_sha256", "data_sha256", "n_tokens", "packing", "sites", "dtype")
+
+
+def check_same(then: dict[str, Any], now: dict[str, Any], out: Path | str, keys: Sequence[str] = SAME) -> None:
+    """Refuse to go on where what a run was started with is no longer what is there."""
+    for key in keys:
+        if (changed := _changed(key, then.get(key), now[key])) is not None:
+            name, before, after = changed
+            raise RunError(
+                f"{out} was started with another {name.replace('_', ' ')}: {str(before)[:80]}, now {str(after)[:80]}; "
+                "start a new run"
+            )
+
+
+def _changed(name: str, then: Any, now: Any) -> tuple[str, Any, Any] | None:
+    """The first entry that differs, of those that both have: a later version of a library knows more options."""
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return None if then == now else (name, then, now)
+    both = (_changed(f"{name} {key}", then[key], now[key]) for key in then if key in now)
+    return next((changed for changed in both if changed is not None), None)

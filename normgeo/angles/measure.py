@@ -1,0 +1,306 @@
+"""Angles: from a model and tokens to a tidy table."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from normgeo import figures
+from normgeo.angles.statistics import BIN_DEGREES, ENERGY_UNIT, GROUPS, PHASES, UNIT, AngleStatistics
+from normgeo.angles.verdict import verdict
+from normgeo.errors import ActivationError, DataError
+from normgeo.geometry import NAMES, Directions
+from normgeo.sites import NormSite, find_sites
+from normgeo.stream import check_context, stream
+from normgeo.system.progress import progress_bar
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+
+__all__ = ["AngleTable", "measure_angles", "new_statistics", "select_sites"]
+
+QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
+
+
+class AngleTable:
+    """The tidy result of a measurement: a thin wrapper of two pandas DataFrames.
+
+    Attributes:
+        frame: one row per (model, site, layer, role, phase, direction). Angles are in degrees over tokens, except in
+            the rows with direction `null`, whose distribution is that of the mean angles of the K random directions
+            (`within_deg` is the spread over tokens, pooled over directions). `energy_share` is the mean of
+            cos^2(theta), `mean_norm` the mean of |x|. The uniform rows carry `null_percentile` and `null_z`: where
+            their mean angle lies among those of the random directions on the same tokens, and `energy_percentile`:
+            the same for the energy share. The standardized uniform rows carry the rotation between the site's input
+            and its standardized output.
+        sinks: the same statistics, without quantiles, apart for the first token of every context (`first`), BOS
+            tokens elsewhere (`bos`) and all others (`rest`), in the column `tokens`.
+    """
+
+    def __init__(self, frame: pd.DataFrame, sinks: pd.DataFrame | None = None) -> None:
+        self.frame = frame
+        self.sinks = pd.DataFrame() if sinks is None else sinks
+
+    def plot(self, kind: str = "angles", model: str | None = None) -> matplotlib.figure.Figure:
+        """A figure: `angles` (of one model), `energy`, `norms` or `rotation`."""
+        return figures.draw(self.frame, kind, model)
+
+    def verdict(self) -> str:
+        """What the numbers say of *Geometry*'s two scenarios, in Markdown."""
+        return verdict(self.frame, self.sinks)
+
+    def save(self, folder: Path) -> None:
+        """Write `angles.parquet` and `sinks.parquet`."""
+        self.frame.to_parquet(folder / "angles.parquet", index=False)
+        self.sinks.to_parquet(folder / "sinks.parquet", index=False)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> AngleTable:
+        """Read what `save` wrote."""
+        folder = Path(folder)
+        for name in ("angles.parquet", "sinks.parquet"):
+            if not (folder / name).is_file():
+                raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
+        return cls(pd.read_parquet(folder / "angles.parquet"), pd.read_parquet(folder / "sinks.parquet"))
+
+    @classmethod
+    def concatenated(cls, tables: Sequence[AngleTable]) -> AngleTable:
+        """The rows of several tables, in order."""
+        return cls(
+            pd.concat([t.frame for t in tables], ignore_index=True),
+            pd.concat([t.sinks for t in tables], ignore_index=True),
+        )
+
+    @classmethod
+    def from_statistics(cls, statistics: AngleStatistics, model: str) -> AngleTable:
+        """The table of what an `AngleStatistics` has accumulated.
+
+        Raises:
+            ActivationError: a site has seen no vector with an angle.
+        """
+        state = {name: value.cpu().numpy() for name, value in statistics.state.items()}
+        everything, groups = _moments(state, whole=True), _moments(state, whole=False)
+        rows, sinks = [], []
+        for i, site in enumerate(statistics.sites):
+            about = {"model": model, "site": site.key, "layer": site.layer, "role": site.role, "kind": site.kind,
+                     "stack": site.stack, "d": site.d, "eps": site.eps}  # fmt: skip
+            for p, phase in enumerate(PHASES):
+                if not everything["n_tokens"][0, i, p].all():
+                    n = everything["n_excluded"][0, i, p, 0]
+                    raise ActivationError(
+                        f"no vector at {site.key} ({phase}) has an angle: all {n} are zero or not finite. Are the "
+                        "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room"
+                    )
+                key = about | {"phase": phase}
+                rows += [key | row for row in _named_rows(state, everything, i, p)]
+                if statistics.k:
+                    rows += [key | _null_row(state, everything, i, p)]
+                sinks += [key | row for row in _sink_rows(groups, i, p)]
+        frame = pd.DataFrame(rows)
+        absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
+        return cls(frame.reindex(columns=[*frame, *absent]), pd.DataFrame(sinks))
+
+
+def _moments(state: dict[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]:
+    """Mean, spread and extremes of the angles to the named directions, [groups of tokens, sites, phases, directions].
+
+    Args:
+        state: of the statistics.
+        whole: of all tokens, as one group; else of each group, NaN where a group is empty.
+    """
+    gather = (lambda a, f=np.sum: f(a, axis=0, keepdims=True)) if whole else (lambda a, f=np.sum: a)
+    shape = gather(state["deviation"]).shape
+    count, excluded, norm = (
+        np.broadcast_to(gather(state[name])[..., None], shape) for name in ("count", "excluded", "norm")
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean, square = (gather(state[name]) / UNIT / count for name in ("deviation", "square"))
+        return {
+            "mean_deg": 90 - mean,
+            "std_deg": np.sqrt(np.maximum(0.0, square - mean * mean)),
+            "min_deg": 90 - gather(state["most"], np.max) / UNIT,
+            "max_deg": 90 - gather(state["least"], np.min) / UNIT,
+            "n_tokens": count.astype(np.int64),
+            "n_excluded": excluded.astype(np.int64),
+            "mean_norm": norm / UNIT / count,
+            "energy_share": gather(state["energy"]) / ENERGY_UNIT / count,
+        }
+
+
+def _named_rows(
+    state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int
+) -> Iterator[dict[str, Any]]:
+    for k, name in enumerate(NAMES):
+        row = {"direction": name} | {column: value[0, i, p, k] for column, value in moments.items()}
+        row |= _quantiles(state["histogram"][i, p, k], float(row["min_deg"]), float(row["max_deg"]))
+        if name == "uniform":
+            row |= _against_null(state, i, p)
+            if PHASES[p] == "standardized":
+                n = state["count"][:, i, 0].sum()  # vectors of equal components count, turned by 90 degrees
+                mean = state["rotation"][:, i].sum() / UNIT / n
+                square = state["rotation_square"][:, i].sum() / UNIT / n
+                row |= {
+                    "rotation_deg": mean,
+                    "rotation_std_deg": float(np.sqrt(max(0.0, square - mean * mean))),
+                }
+        yield row
+
+
+def _quantiles(histogram: np.ndarray, least: float, most: float) -> dict[str, float]:
+    """Quantiles of a histogram of degrees, linear within a bin, never outside the extremes seen."""
+    total = np.concatenate([[0], np.cumsum(histogram)])
+    target = np.array([*QUANTILES.values()]) * total[-1]
+    j = np.maximum(np.searchsorted(total, target, side="left"), 1)
+    inside = (target - total[j - 1]) / np.maximum(1, total[j] - total[j - 1])
+    degrees = np.clip((j - 1 + inside) * BIN_DEGREES, least, most)
+    return dict(zip(QUANTILES, degrees.tolist(), strict=True))
+
+
+def _null_means(state: dict[str, np.ndarray], i: int, p: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean angle and energy share of the uniform vector (first) and of every random direction, on the same tokens."""
+    n = state["null_count"][i, p] or np.nan  # 0 where so few tokens came that none was chosen
+    return 90 - state["null_deviation"][i, p] / UNIT / n, state["null_energy"][i, p] / ENERGY_UNIT / n
+
+
+def _null_row(state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
+    means, energy = _null_means(state, i, p)
+    n = state["null_count"][i, p] or np.nan
+    variance = state["null_square"][i, p, 1:] / UNIT / n - (state["null_deviation"][i, p, 1:] / UNIT / n) ** 2
+    return {
+        "direction": "null",
+        "mean_deg": means[1:].mean(),
+        "std_deg": means[1:].std(),
+        "min_deg": means[1:].min(),
+        "max_deg": means[1:].max(),
+        "within_deg": float(np.sqrt(max(0.0, variance.mean()))),
+        "n_tokens": int(state["null_count"][i, p]),
+        "mean_norm": moments["mean_norm"][0, i, p, 0],
+        "n_excluded": moments["n_excluded"][0, i, p, 0],
+        "energy_share": energy[1:].mean(),
+        "energy_q95": float(np.quantile(energy[1:], 0.95)),
+        "n_directions": len(means) - 1,
+    } | dict(zip(QUANTILES, np.quantile(means[1:], [*QUANTILES.values()]).tolist(), strict=True))
+
+
+def _against_null(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, float]:
+    means, energy = _null_means(state, i, p)
+    if len(means) < 3 or np.isnan(means[0]):
+        return {"null_percentile": np.nan, "null_z": np.nan, "energy_percentile": np.nan}
+    below = (means[1:] < means[0]).mean() + 0.5 * (means[1:] == means[0]).mean()
+    spread = means[1:].std(ddof=1)
+    return {
+        "null_percentile": 100 * below,
+        "null_z": (means[0] - means[1:].mean()) / spread if spread > 0 else np.nan,
+        "energy_percentile": 100 * (energy[1:] < energy[0]).mean(),
+    }
+
+
+def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[str, Any]]:
+    for g, group in enumerate(GROUPS):
+        if moments["n_tokens"][g, i, p, 0]:
+            for k, name in enumerate(NAMES):
+                yield {"direction": name, "tokens": group} | {
+                    column: value[g, i, p, k] for column, value in moments.items()
+                }
+
+
+def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
+    """The sites whose dotted name matches one of these patterns (`*ln_1`, `model.layers.1?.*`) or whose role is it.
+
+    Raises:
+        DataError: no site matches one of the patterns.
+    """
+    if pattern is None:
+        return list(sites)
+    wanted = [p.strip() for p in pattern.split(",")]
+    matching = {p: [s for s in sites if s.role == p or fnmatch.fnmatch(s.name, p)] for p in wanted}
+    if absent := [p for p, found in matching.items() if not found]:
+        raise DataError(
+            f"no site matches {absent[0]!r}; roles are {sorted({s.role for s in sites})}, names are like "
+            f"{sites[0].name}"
+        )
+    return [s for s in sites if any(s in found for found in matching.values())]
+
+
+def new_statistics(
+    model: PreTrainedModel,
+    sites: Sequence[NormSite],
+    *,
+    null: int,
+    seed: int,
+    null_every: int,
+    bos: int | None,
+) -> AngleStatistics:
+    """Empty statistics for these sites of a model, with the directions of a seed.
+
+    Raises:
+        DataError: there are no sites, or a number is too small.
+    """
+    if not sites:
+        raise DataError("there are no sites to measure at")
+    for name, value, least in (("null", null, 0), ("null_every", null_every, 1), ("seed", seed, 0)):
+        if value < least:
+            raise DataError(f"{name} must be at least {least}, received {value}")
+    directions = {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
+    return AngleStatistics(sites, directions, device=model.device, bos=bos, null_every=null_every)
+
+
+def measure_angles(
+    model: PreTrainedModel,
+    tokens: TokenStream | Any,
+    *,
+    n_tokens: int | None = None,
+    batch: int = 8,
+    null: int = 256,
+    null_every: int = 16,
+    seed: int = 0,
+    sites: str | Sequence[NormSite] | None = None,
+    bos: int | None = None,
+    name: str | None = None,
+    progress: bool = True,
+    on_batch: Callable[[TokenBatch], None] = lambda batch: None,
+) -> AngleTable:
+    """Measure the angles at every norm of a model, before and after it.
+
+    Args:
+        model: any transformers model that takes token ids.
+        tokens: a stream, or an array of token ids whose rows are sequences.
+        n_tokens: exactly so many tokens; None takes all.
+        batch: contexts that go through the model together.
+        null: number of random directions in the null ensemble.
+        null_every: the null ensemble meets one token in so many (1: all of them).
+        seed: of the random directions.
+        sites: a pattern for `select_sites`, or sites from `find_sites`; None is every site except q/k norms.
+        bos: token id reported apart as BOS; None is the model configuration's.
+        name: the model's name in the table.
+        progress: show a progress bar.
+        on_batch: called after every batch.
+
+    Raises:
+        DataError: ids beyond the vocabulary, contexts too long for the model, or too few tokens.
+        ActivationError: hidden states without an angle.
+        ModelError: a model that takes no tokens or has no norms.
+
+    >>> from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
+    >>> tokenizer = load_tokenizer("embedded-layernorm")
+    >>> tokens = load_tokens("sample", tokenizer, context=64)
+    >>> table = measure_angles(load_model("embedded-layernorm"), tokens, n_tokens=500, progress=False)
+    >>> int(table.frame.n_tokens.max())
+    500
+    """
+    source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
+    check_context(model, source.context)
+    chosen = select_sites(find_sites(model), sites) if sites is None or isinstance(sites, str) else list(sites)
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos
+    statistics = new_statistics(model, chosen, null=null, seed=seed, null_every=null_every, bos=bos)
+    batches = source.batches(n_tokens, batch)
+    with progress_bar("measuring", n_tokens or source.n_tokens or 0, enabled=progress) as advance:
+        for done in stream(model, chosen, batches, [statistics]):
+            advance(done.n_tokens)
+            on_batch(done)
+    return AngleTable.from_statistics(statistics, name or model.name_or_path or type(model).__name__)

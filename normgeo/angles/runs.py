@@ -1,0 +1,246 @@
+"""Runs: a directory that an analysis writes, that a kill cannot damage, and that `resume` finishes.
+
+run.json            what was run on what: configuration, models and data by hash, versions, command line
+state/<model>.safetensors   the statistics so far, renamed into place after every block of tokens
+scalars.zarr/<model>        per-token scalars, where kept
+angles.parquet, sinks.parquet, verdict.md, figures/   written when every model is done
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+
+from normgeo import figures
+from normgeo.angles.cost import check_space, cost
+from normgeo.angles.job import Job, RunConfig, check_same, prepare
+from normgeo.angles.measure import AngleTable, new_statistics
+from normgeo.angles.scalars import ScalarWriter, bytes_needed
+from normgeo.angles.statistics import AngleStatistics
+from normgeo.errors import NormGeoError, RunError
+from normgeo.models import EMBEDDED
+from normgeo.stream import stream
+from normgeo.system.files import check_folder, numbered, taken, write_whole
+from normgeo.system.progress import progress_bar
+
+__all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
+
+
+def default_out(models: tuple[str, ...]) -> Path:
+    """`runs/<model>-<date>`, with a number behind it where that is taken."""
+    name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
+    return numbered(Path("runs") / f"{name}-{datetime.date.today()}")
+
+
+def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
+    """Start a run in an empty directory; see `_execute` for the options.
+
+    Raises:
+        RunError: the directory holds something else, or the disk is full.
+        NormGeoError: whatever is wrong with the model, the data or the hidden states.
+    """
+    if (out / "run.json").is_file():
+        status = _read(out)["status"]
+        finish = f"finish it with --resume {out}, or " if status != "complete" else ""
+        raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
+    if taken(out):
+        raise RunError(f"{out} exists and is no run; give another --out")
+    check_folder(out)
+    try:
+        return _execute(config, out, {"status": "new", "models": {}}, **options)
+    except NormGeoError:
+        if out.exists() and not any(out.glob("state/*.safetensors")):
+            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+        raise
+
+
+def resume_run(out: Path, **options: Any) -> AngleTable:
+    """Finish an interrupted run with the configuration it was started with.
+
+    Raises:
+        RunError: there is no run, it is complete, or the model or the data are no longer those it was started with.
+    """
+    if not (out / "run.json").is_file():
+        raise RunError(f"{out} holds no run.json; there is nothing to resume")
+    record = _read(out)
+    if record["status"] == "complete":
+        raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
+    return _execute(RunConfig.recorded(record["config"]), out, record, **options)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((out / "run.json").read_text())
+    except ValueError as error:
+        raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
+    if not isinstance(record, dict) or not {"status", "config"} <= record.keys():
+        raise RunError(f"{out / 'run.json'} is no record of a run; give another directory")
+    return record
+
+
+def save_record(out: Path, record: dict[str, Any]) -> None:
+    """Write `run.json`."""
+    write_whole(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+@contextmanager
+def disk_explained(out: Path | str) -> Iterator[None]:
+    """A full disk, or a place that nobody can write to, as one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(
+                f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
+            ) from error
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO):
+            raise
+        if error.filename is not None and str(out) not in str(error.filename):
+            raise  # of another place
+        raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
+
+
+def _execute(
+    config: RunConfig,
+    out: Path,
+    record: dict[str, Any],
+    *,
+    announce: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+) -> AngleTable:
+    """Run every model, committing as it goes, then write tables, verdict and figures.
+
+    Args:
+        config: what to run.
+        out: where.
+        record: `run.json` so far.
+        announce: called with one line before each model: what will be measured and what it will cost.
+        progress: show a progress bar.
+    """
+    tables = []
+    for name in config.models:
+        job = prepare(config, name, before=record["models"].get(name))
+        if record["status"] == "new":  # only now is it known that the model and the data exist
+            record = new_record(config)
+        check_same(record["models"].setdefault(name, job.about), job.about, out)
+        with disk_explained(out):
+            (out / "state").mkdir(parents=True, exist_ok=True)
+            save_record(out, record)
+            statistics = _measure(config, job, out, announce, progress)
+        tables.append(AngleTable.from_statistics(statistics, job.label))
+    table = AngleTable.concatenated(tables)
+    with disk_explained(out):
+        write_results(table, out)
+        record |= {"status": "complete", "finished": now()}
+        save_record(out, record)
+    return table
+
+
+def write_results(table: AngleTable, out: Path) -> list[Path]:
+    """Write `angles.parquet`, `sinks.parquet`, `verdict.md` and `figures/`; gives all files."""
+    table.save(out)
+    write_whole(out / "verdict.md", table.verdict().encode())
+    _draw(table, out / "figures")
+    return [out / "angles.parquet", out / "sinks.parquet", out / "verdict.md", *sorted((out / "figures").glob("*"))]
+
+
+def _draw(table: AngleTable, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for model in table.frame.model.unique():
+        figures.save(table.plot("angles", model), folder / f"angles-{safe_name(model)}")
+    for kind in ("energy", "norms", "rotation"):
+        figures.save(table.plot(kind), folder / kind)
+
+
+def new_record(config: RunConfig) -> dict[str, Any]:
+    packages = ("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
+    return {
+        "status": "running",
+        "started": now(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+        "config": asdict(config),
+        "models": {},
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def safe_name(name: str) -> str:
+    """A model's name as the name of a file: what `state` and `scalars.zarr` call it."""
+    return name.strip("/").replace("/", "--")
+
+
+def _measure(
+    config: RunConfig, job: Job, out: Path, announce: Callable[[str], None], progress: bool
+) -> AngleStatistics:
+    statistics = new_statistics(
+        job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
+    )
+    path = out / "state" / f"{safe_name(job.label)}.safetensors"
+    done, chain = _restore(path, statistics)
+    if done >= job.n_tokens:
+        return statistics
+    writer = None
+    if job.keep:
+        writer = ScalarWriter(out / "scalars.zarr" / safe_name(job.label), job.sites, job.n_tokens, job.block)
+        if not done:
+            check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
+            writer.create(statistics.directions)
+    announce(_plan(config, job))
+    batches = job.tokens.batches(job.n_tokens, config.batch, done)
+    uncommitted = 0
+    with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
+        for batch in stream(job.model, job.sites, batches, [statistics]):
+            if writer is not None:
+                writer.take(batch, statistics)
+            done += batch.n_tokens
+            uncommitted += batch.n_tokens
+            chain = hashlib.sha256(chain.encode() + batch.ids.tobytes()).hexdigest()
+            if uncommitted >= job.block or done == job.n_tokens:
+                if writer is not None:
+                    writer.flush()
+                about = {"tokens_done": str(done), "tokens_sha256": chain}
+                write_whole(path, safetensors.torch.save(statistics.state_dict(), metadata=about))
+                uncommitted = 0
+            advance(batch.n_tokens)
+    return statistics
+
+
+def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
+    """Load the committed statistics, if any; (tokens done, hash chain of their ids)."""
+    if not path.is_file():
+        return 0, ""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = file.metadata()
+            statistics.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
+        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+    return int(about["tokens_done"]), about["tokens_sha256"]
+
+
+def _plan(config: RunConfig, job: Job) -> str:
+    """One line: what will be measured, and its cost."""
+    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
+    return (
+        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens of {job.tokens.source} in "
+        f"contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
+        f"{job.about['device']}; {cost(job.model, job.n_tokens, job.tokens.context, config.batch, disk)}"
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios against a named baseline, interleaved in one run."""

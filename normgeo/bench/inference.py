@@ -1,0 +1,355 @@
+r"""What replacing a model's norms saves in inference: whole forward passes, and the norms inside them.
+
+Matrix products are 90 percent of a forward pass and differ by 2 to 5 percent from run to run, more than norms can save.
+So variants are interleaved, every one is compared with the original of the same round, and beside the whole pass the
+time in norms and residual additions is measured inside the running model.
+
+    ratio = t(variant) / t(original)        share = (t(original) - t(variant)) / (t(original) - t(no norm))
+
+A share of 1 is all that norms cost. Where the floor's upper quartile reaches 1 there is no gap to take a share of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.bench.inference_models import (
+    DTYPES,
+    VARIANTS,
+    Bases,
+    available,
+    bases,
+    check_variants,
+    derived,
+    in_dtype,
+    main_sites,
+)
+from normgeo.bench.norm_timer import NormTimer
+from normgeo.errors import ModelError, NormGeoError
+from normgeo.kernels import norm_ops
+from normgeo.models import example_inputs, max_context, memory_explained
+from normgeo.sites import NormSite
+from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded, synchronize
+
+__all__ = ["COMPILED", "MODES", "PHASES", "Case", "bench_inference", "check_compiler", "check_names", "summary"]
+
+PHASES = ("forward", "decode")
+"""All tokens at once without a cache, or one token after `length` of them that are in the cache."""
+MODES = ("eager", "compiled", "graph")
+"""As it is, through torch.compile, or replayed as a CUDA graph."""
+COMPILED = ("original", "pre-rmsnorm", "pre-crmsnorm-padded", "no-norm")
+"""What is compiled: compilers make the same code of the others."""
+
+ROUNDING = 1e-4
+"""Relative error that rounding may make in float32, far below what any mistake makes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all variants compute, one after the other: dtype, shape, phase and mode."""
+
+    dtype: str
+    batch: int
+    length: int
+    phase: str = "forward"
+    mode: str = "eager"
+
+
+class _Pass:
+    """A variant's forward pass on a case's inputs, as often as one wants."""
+
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor], case: Case) -> None:
+        self.model, self.device, self.inputs, self.cache = model, model.device, inputs, None
+        wanted = {"use_cache": case.phase == "decode", "logits_to_keep": 1}  # as generation does
+        self.options = {k: v for k, v in wanted.items() if k in inspect.signature(model.forward).parameters}
+        self.autocast = case.dtype == "autocast"
+        self.call: Callable[..., Any] = torch.compile(model, dynamic=False) if case.mode == "compiled" else model
+        if case.phase == "decode":
+            self.cache = self()["past_key_values"]
+            self.inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": self.cache}
+        if case.mode == "graph":
+            with patch.object(norm_ops, "LAUNCH", 0):  # a graph launches its kernels for nothing
+                self.call = recorded(self, self.device)
+
+    def __call__(self, watch: Callable[..., Any] | None = None) -> Any:
+        """What the model gives; `watch` calls it instead, where given."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if self.autocast:
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
+            result = (watch or _plainly)(self.call, **self.inputs, **self.options)
+        if self.cache is not None:
+            self.cache.crop(-1)  # the token that came in
+        return result
+
+    def output(self) -> Tensor:
+        """The first output, in float32."""
+        return next(v for v in self().values() if isinstance(v, Tensor)).float().clone()
+
+    def seconds(self) -> float:
+        watch = Stopwatch(self.device)
+        synchronize(self.device)
+        self(watch)
+        return watch.seconds()
+
+    def norm_seconds(self, norms: Sequence[str]) -> float:
+        watch = Stopwatch(self.device)
+        with NormTimer(self.model, norms, watch):
+            self()
+        return watch.seconds()
+
+
+def _plainly(call: Callable[..., Any], **inputs: Any) -> Any:
+    return call(**inputs)
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """While inside, float32 is float32 in CUDA's convolutions too."""
+    if device.type != "cuda":
+        yield
+        return
+    convolutions: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
+
+
+def check_names(
+    dtypes: Sequence[str], phases: Sequence[str] = PHASES, modes: Sequence[str] = MODES, variants: Sequence[str] = ()
+) -> None:
+    """Refuse names that are nothing's, before a model is loaded or converted. Without variants all are meant.
+
+    Raises:
+        ModelError: there is no such dtype, phase, mode or variant, or none is given.
+    """
+    given = {"dtype": (dtypes, DTYPES), "phase": (phases, PHASES), "mode": (modes, MODES)}
+    for what, (names, there) in (given | ({"variant": (variants, tuple(VARIANTS))} if variants else {})).items():
+        if not names:
+            raise ModelError(f"no {what} was given; choose {', '.join(there)}")
+        if unknown := [name for name in names if name not in there]:
+            raise ModelError(f"no {what} {', '.join(unknown)!r}; choose {', '.join(there)}")
+
+
+def check_compiler(device: str) -> None:
+    """Refuse a device for which torch.compile makes no code.
+
+    Raises:
+        ModelError: it does not, for want of a compiler.
+    """
+    with compiler_explained(f"for {device}"):
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(1, device=device))
+
+
+def bench_inference(
+    model: PreTrainedModel,
+    name: str | None = None,
+    *,
+    variants: Sequence[str] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    batches: Sequence[int] = (1,),
+    lengths: Sequence[int] = (512,),
+    phases: Sequence[str] = ("forward",),
+    modes: Sequence[str] = ("eager",),
+    rounds: int = 100,
+    seconds: float = 60.0,
+    seed: int = 0,
+    announce: Callable[[str], Any] = lambda _: None,
+) -> pd.DataFrame:
+    """Time a model and its variants in every combination of dtype, shape, phase and mode.
+
+    Before they are timed all variants compute the same inputs. One whose outputs are off by more than rounding is an
+    error (the floor excepted): in float32 by more than 1e-4 of their rms, in other dtypes by more than four times what
+    the original's are off in that dtype.
+
+    Args:
+        model: in float32, on the device to measure; it is not changed. See `inference_models.build`.
+        name: what to call it; None is `model.name_or_path` or its class.
+        variants: of `VARIANTS`; None is all that can be made of the model. `original` is always among them.
+        dtypes: of `DTYPES`.
+        batches: sequences or images at once.
+        lengths: tokens; images have their own.
+        phases: of `PHASES`; decoding only where the model generates text.
+        modes: of `MODES`; `compiled` times the variants in `COMPILED`, `graph` needs CUDA and the phase `forward`.
+        rounds: how many timings of each at most.
+        seconds: for all the rounds of one case, warm-up and checks aside; at least three rounds are run.
+        seed: of the order.
+        announce: told what is being measured.
+
+    Returns:
+        The raw timings, one row for each case, variant and round: `seconds` of the whole pass; `norm_seconds` in norms
+        and residual additions of another pass, eager only; the `error` against the original in float32; and what was
+        measured on what. `summary` gives medians, ratios and shares.
+
+    Raises:
+        NormGeoError: there is no such variant, dtype, phase or mode, a variant's outputs are wrong, or the model cannot
+            be converted.
+    """
+    check_names(dtypes, phases, modes)
+    if not batches or not lengths:
+        raise ModelError(f"received {len(batches)} batches and {len(lengths)} lengths; give one of each at least")
+    if "graph" in modes and model.device.type != "cuda":
+        raise ModelError(f"CUDA graphs need a CUDA device; the model is on {model.device.type}")
+    sites = main_sites(model)
+    wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
+    check_variants(model, sites, wanted)
+    name = name or model.name_or_path or type(model).__name__
+    is_text = "input_ids" in example_inputs(model)
+    generates = is_text and model.can_generate() and not model.config.is_encoder_decoder
+    lengths = lengths if is_text else (0,)
+    for batch, length, phase in itertools.product(batches, lengths, phases):
+        with _fitting(batch, length):
+            _inputs(model, batch, length, phase)  # what the model does not take, before anything is measured
+    announce(f"{name}: {model.num_parameters():,} parameters, {len(sites)} norms of width {sites[0].d}; converting")
+    models = bases(model, sites, wanted)
+    if not variants:
+        wanted = [name for name in wanted if _possible(name, models, sites, announce)]
+    about = {
+        "model": name, "parameters": model.num_parameters(), "norm": sites[0].kind, "norms": len(sites),
+        "d": sites[0].d, **circumstances(model.device), "seed": seed,
+    }  # fmt: skip
+    frames = []
+    with _full_precision(model.device):
+        for dtype in dtypes:
+            typed = {key: in_dtype(base, dtype) for key, base in models.items()}
+            ready = {variant: derived(variant, typed, sites) for variant in wanted}
+            for batch, length, phase, mode in itertools.product(batches, lengths, phases, modes):
+                if phase == "decode" and (mode != "eager" or not generates):
+                    continue
+                with _fitting(batch, length):
+                    inputs = _inputs(model, batch, length, phase)
+                    case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
+                    truth = _Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
+                    raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
+                announce(f"{name}: {', '.join(map(str, asdict(case).values()))}: {raw['round'].max() + 1} rounds")
+                frames.append(raw.assign(**about, **asdict(case)))
+    if not frames:
+        why = (
+            "decoding is measured in mode eager alone" if generates else "it does not generate text, and cannot decode"
+        )
+        raise ModelError(f"{name} has nothing to measure: {why}")
+    return pd.concat(frames, ignore_index=True)
+
+
+def _fitting(batch: int, length: int) -> contextlib.AbstractContextManager[None]:
+    of = f" x {length} tokens" if length else ""
+    return memory_explained(f"a batch of {batch}{of}", "give a smaller --batch or --length")
+
+
+def _possible(name: str, models: Bases, sites: Sequence[NormSite], announce: Callable[[str], Any]) -> bool:
+    """Whether the variant can be made of this model; if not, says why."""
+    try:
+        derived(name, models, sites)
+    except NormGeoError as error:
+        announce(f"without {name}: {error}")
+        return False
+    return True
+
+
+def _inputs(model: PreTrainedModel, batch: int, length: int, phase: str) -> dict[str, Tensor]:
+    """A batch of random inputs that the model accepts."""
+    longest = max_context(model) if length else None
+    needed = length + (phase == "decode")
+    if batch < 1 or length < 0 or (longest is not None and needed > longest):
+        raise ModelError(f"a batch is at least 1 and a length at most {longest}; received {batch} and {length}")
+    inputs = example_inputs(model, max(length, 1))
+    return {name: value[torch.arange(batch, device=value.device) % 2].contiguous() for name, value in inputs.items()}
+
+
+def _length(model: PreTrainedModel, site: NormSite, inputs: dict[str, Tensor]) -> int:
+    """How many vectors of each image the norms are given."""
+    shapes: list[torch.Size] = []
+    hook = model.get_submodule(site.name).register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    with hook, torch.inference_mode():
+        model(**inputs)
+    return shapes[0][1:-1].numel()
+
+
+def _timed(
+    case: Case, models: dict[str, PreTrainedModel], norms: Sequence[str], inputs: dict[str, Tensor], truth: Tensor,
+    rounds: int, seconds: float, seed: int,
+) -> pd.DataFrame:  # fmt: skip
+    if case.mode == "compiled":
+        torch.compiler.reset()
+        models = {name: model for name, model in models.items() if name in COMPILED}
+    dtype = models["original"].dtype
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    passes = {name: _Pass(model, inputs, case) for name, model in models.items()}
+    with compiler_explained(type(models["original"]).__name__):
+        errors = {name: _error(forward.output(), truth) for name, forward in passes.items()}
+    allowed = ROUNDING + 4 * errors["original"]
+    for name in models:
+        if VARIANTS[name].equal and not errors[name] <= allowed:
+            raise NormGeoError(
+                f"{name} gives other outputs than the original in {', '.join(map(str, asdict(case).values()))}: "
+                f"relative error {errors[name]:.1e}, allowed {allowed:.1e}; nothing was timed"
+            )
+
+    def both(forward: _Pass) -> tuple[float, float]:
+        return forward.seconds(), forward.norm_seconds(norms) if case.mode == "eager" else np.nan
+
+    measures = {name: lambda forward=forward: both(forward) for name, forward in passes.items()}
+    rows = [
+        {"variant": name, "round": number, "seconds": whole, "norm_seconds": inside, "error": errors[name]}
+        for number, name, (whole, inside) in interleaved(measures, rounds=rounds, seconds=seconds, seed=seed)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _error(output: Tensor, truth: Tensor) -> float:
+    return float((output - truth).norm() / truth.norm())
+
+
+# --- medians and quartiles --------------------------------------------------------------------------------------------
+
+MEASURED = ("variant", "round", "seconds", "norm_seconds", "error")
+
+
+def summary(raw: pd.DataFrame) -> pd.DataFrame:
+    """Medians and quartiles over rounds of what `bench_inference` measured, one row for each case and variant.
+
+    `seconds` is of the whole pass, `ratio` that to the original of the same round, `share` the part of the gap between
+    the original and the floor that a variant captures, (1 - ratio) / (1 - ratio of `no-norm`), of medians. `norm_*` are
+    the same of the time in norms and residual additions. Each has its quartiles `*_q25` and `*_q75`. Where the floor's
+    `ratio_q75` is not below 1 the gap is within noise: `gap_clear` is False, and there is no share.
+    """
+    same = [column for column in raw.columns if column not in MEASURED]
+    parts = []
+    for _, part in raw.groupby(same, sort=False, dropna=False):
+        out = part.groupby("variant", sort=False).agg(rounds=("round", "size"), error=("error", "first"))
+        out = out.join(_quartiles(part, "seconds", "")).join(_quartiles(part, "norm_seconds", "norm_"))
+        parts.append(out.reset_index().merge(part[same].head(1), how="cross"))
+    frame = pd.concat(parts, ignore_index=True)
+    order = {name: place for place, name in enumerate(VARIANTS)}
+    frame = frame.assign(_place=frame.variant.map(order), _case=frame.groupby(same, sort=False, dropna=False).ngroup())
+    frame = frame.sort_values(["_case", "_place"], ignore_index=True).drop(columns=["_case", "_place"])
+    return frame[[*same, *(column for column in frame.columns if column not in same)]]
+
+
+def _quartiles(part: pd.DataFrame, column: str, prefix: str) -> pd.DataFrame:
+    times = part.pivot(index="round", columns="variant", values=column)
+    ratios = times.div(times["original"], axis=0)
+    out = pd.DataFrame(index=times.columns)
+    for name, values in ((f"{prefix}seconds", times), (f"{prefix}ratio", ratios)):
+        for suffix, q in (("", 0.5), ("_q25", 0.25), ("_q75", 0.75)):
+            out[name + suffix] = values.quantile(q)
+    floor = out.loc["no-norm"] if "no-norm" in out.index else None
+    clear = floor is not None and bool(floor[f"{prefix}ratio_q75"] < 1)
+    gap = 1 - floor[f"{prefix}ratio"] if floor is not None and clear else np.nan
+    out[f"{prefix}share"] = (1 - out[f"{prefix}ratio"]) / gap
+    out[f"{prefix}gap_clear"] = clear
+    return out

@@ -1,0 +1,251 @@
+"""Norms alone, against torch's LayerNorm and against what copying the same memory takes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from normgeo.errors import ModelError
+from normgeo.kernels import norm_ops
+from normgeo.models import memory_explained, usable_device
+from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded, synchronize
+
+__all__ = ["NORMS", "SHAPES", "bench_norms", "norm_summary"]
+
+SHAPES = ((1, 512, 768), (8, 197, 768), (1, 512, 2048), (4, 512, 1024))
+"""[batch, tokens, d] of GPT-3 Small, ViT-Base, GPT-3 XL and GPT-3 Medium."""
+
+NORMS = {
+    "layer_norm": 2, "layer_norm without affine": 2, "rms_norm": 2, "LayerNorm kernel": 2, "RMSNorm": 2,
+    "RMSNorm compiled": 2, "CRMSNorm padded": 2, "CRMSNorm d - 1": 2, "add + layer_norm": 4,
+    "add + LayerNorm kernel": 4, "add + RMSNorm": 4, "Liger add + RMSNorm": 4, "clone": 2, "copy": 2,
+}  # fmt: skip
+"""What is timed, and how many times it has to pass over memory of the input's size: read once, written once, and with
+an addition two read and two written. Names in lower case are torch's own. The LayerNorm kernel, of the same style as
+RMSNorm's, tells what the norm saves from what the kernel does. Kernels are there where they compile, what torch.compile
+makes where it finds a compiler, Liger's where it is installed."""
+
+ENOUGH = 4e-3
+"""Seconds of calls in a row that one timing takes: against the clock's own cost, and for a cache that others share."""
+
+EPS = 1e-5
+
+NARROWEST = 3
+"""Of zero mean and with a zero at the end, narrower inputs are nothing but zeros, whose LayerNorm is 0 / 0."""
+
+
+def bench_norms(
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    device: str = "cpu",
+    rounds: int = 100,
+    seconds: float = 10.0,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Time every norm of `NORMS` on zero-mean inputs of these shapes, interleaved, with gamma and beta.
+
+    Before they are timed all norms compute the same input; one that is off by more than rounding is an error. A timing
+    is of as many calls in a row as take four milliseconds, on the same input, which is in the cache if it fits; on a
+    CUDA device they are one graph.
+
+    Args:
+        shapes: [batch, tokens, d], d at least 3.
+        dtypes: float32, bfloat16 or float16.
+        device: a torch device, or auto.
+        rounds: how many timings of each at most.
+        seconds: for all the rounds of one shape and dtype; at least three rounds are run.
+        seed: of the inputs and of the order.
+
+    Returns:
+        The raw timings: `seconds` of one call in each round, `bytes` that it has to read and write, and on what.
+        `norm_summary` gives medians, ratios and bandwidths.
+
+    Raises:
+        ModelError: there is no such dtype or device, a shape is of no use or does not fit into memory, nothing is to be
+            measured, or a norm gives wrong results.
+    """
+    there = ("float32", "bfloat16", "float16")
+    if unknown := [name for name in dtypes if name not in there]:
+        raise ModelError(f"no dtype {', '.join(unknown)!r}; choose {', '.join(there)}")
+    if not dtypes or not shapes:
+        raise ModelError(f"received {len(shapes)} shapes and {len(dtypes)} dtypes; give one of each at least")
+    if wrong := [_name(shape) for shape in shapes if min(shape) < 1 or shape[-1] < NARROWEST]:
+        least = f"sizes of at least 1 and a width of at least {NARROWEST}"
+        raise ModelError(f"a shape has {least}: less has no LayerNorm to compare with; received {', '.join(wrong)}")
+    where = torch.device(usable_device(device))
+    for shape in shapes:
+        with _fitting(shape):
+            torch.empty(shape, dtype=torch.float64, device=where)  # what can never fit, before others are measured
+    about = circumstances(where)
+    frames = []
+    with torch.inference_mode(), patch.object(norm_ops, "LAUNCH", 0):  # graphs launch their kernels for nothing
+        for shape in shapes:
+            for dtype in dtypes:
+                with _fitting(shape):
+                    runs = _runs(shape, getattr(torch, dtype), where, seed)
+                    rows = _timed(runs, where, rounds, seconds, seed)
+                size = math.prod(shape) * getattr(torch, dtype).itemsize
+                frame = pd.DataFrame(rows, columns=["round", "norm", "seconds"])
+                frame["bytes"] = frame.norm.map(NORMS) * size
+                frames.append(frame.assign(shape=_name(shape), d=shape[-1], dtype=dtype, **about))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _name(shape: tuple[int, int, int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _fitting(shape: tuple[int, int, int]) -> AbstractContextManager[None]:
+    return memory_explained(f"the shape {_name(shape)}", "give smaller --shapes")
+
+
+def _runs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Callable]:
+    """Functions of no arguments that compute what they are named after, each checked against float64."""
+    generator = torch.Generator().manual_seed(seed)
+    d = shape[-1]
+    x, residual = (torch.randn(shape, generator=generator) for _ in range(2))
+    x, residual = (v - v[..., :-1].mean(-1, keepdim=True) for v in (x, residual))
+    x[..., -1] = residual[..., -1] = 0  # one input for all, padded or not: another would have to come into the caches
+    gamma, beta = (torch.randn(d, generator=generator) for _ in range(2))
+    x, residual, gamma, beta = (v.to(device, dtype) for v in (x, residual, gamma, beta))
+    runs = _plain(x, gamma, beta) | _fused(x, residual, gamma, beta)
+    _check(runs, x, residual, gamma, beta)
+    copied = torch.empty_like(x)
+    return runs | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
+
+
+def _norm(cls: type, width: int, gamma: Tensor, beta: Tensor, **options: bool) -> torch.nn.Module:
+    norm = cls(width, EPS, bias=True, dtype=gamma.dtype, device=gamma.device, **options).eval().requires_grad_(False)
+    norm.weight.copy_(gamma[:width])
+    norm.bias.copy_(beta[:width])
+    return norm
+
+
+def _plain(x: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+    d = x.shape[-1]
+    rms, crms = _norm(RMSNorm, d, gamma, beta), _norm(CRMSNorm, d - 1, gamma, beta)
+    zero = torch.cat([beta[:-1], beta.new_zeros(1)])  # what is zero stays zero
+    crms_padded, short = _norm(CRMSNorm, d, gamma, zero, padded=True), x[..., :-1].contiguous()
+    torch.compiler.reset()
+    compiled = torch.compile(rms, dynamic=False)
+    runs: dict[str, Callable] = {
+        "layer_norm": lambda: functional.layer_norm(x, (d,), gamma, beta, EPS),
+        "layer_norm without affine": lambda: functional.layer_norm(x, (d,), eps=EPS),
+        "rms_norm": lambda: functional.rms_norm(x, (d,), gamma, EPS) + beta,
+        "RMSNorm": lambda: rms(x),
+        "CRMSNorm padded": lambda: crms_padded(x),
+        "CRMSNorm d - 1": lambda: crms(short),
+    }
+    with suppress(ModelError), compiler_explained("RMSNorm"):
+        compiled(x)
+        runs["RMSNorm compiled"] = lambda: compiled(x)
+    if norm_ops.takes(x):
+        runs["LayerNorm kernel"] = lambda: norm_ops.norm(x, gamma, beta, EPS, 0.0, "layernorm")
+    return runs
+
+
+def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+    """The residual addition and the norm of the sum: torch's two operations, and what fuses them."""
+    d = x.shape[-1]
+
+    def torchs() -> Tensor:
+        return functional.layer_norm(residual + x, (d,), gamma, beta, EPS)
+
+    def fused(kind: str) -> Callable[[], Any]:
+        stream, branch = residual.clone(), x.clone()  # one grows with every call, the other is written over
+        return lambda: norm_ops.add_norm_(stream, branch, gamma, beta, EPS, 0.0, kind, True)
+
+    runs: dict[str, Callable] = {"add + layer_norm": torchs}
+    if norm_ops.takes(x):
+        runs |= {"add + LayerNorm kernel": fused("layernorm"), "add + RMSNorm": fused("rmsnorm")}
+    if x.device.type == "cuda":
+        try:
+            liger = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
+        except ImportError:
+            return runs
+        runs["Liger add + RMSNorm"] = lambda: liger.apply(x, residual, gamma, EPS, 0.0, "llama", False)[0] + beta
+    return runs
+
+
+def _check(runs: dict[str, Callable], x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> None:
+    """Compare one call of each with float64; where rounding leaves a mean, RMSNorm differs by less than it allows."""
+    d = x.shape[-1]
+    exact = [v.double() for v in (x, residual, gamma, beta)]
+    affine = functional.layer_norm(exact[0], (d,), exact[2], exact[3], EPS)
+    added = functional.layer_norm(exact[0] + exact[1], (d,), exact[2], exact[3], EPS)
+    plain = functional.layer_norm(exact[0], (d,), eps=EPS)
+    for name, run in runs.items():
+        truth = added if NORMS[name] == 4 else plain if "without" in name else affine
+        width = d - 1 if "CRMSNorm" in name else d
+        error = float((run()[..., :width] - truth[..., :width]).norm() / truth.norm())
+        if not error <= 8 * torch.finfo(x.dtype).eps:
+            raise ModelError(f"{name} gives wrong results for {tuple(x.shape)} {x.dtype}: relative error {error:.1e}")
+
+
+def _repeat(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
+def _timed(
+    runs: dict[str, Callable], device: torch.device, rounds: int, seconds: float, seed: int
+) -> list[tuple[int, str, float]]:
+    def repeated(run: Callable) -> Callable[[], float]:
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(5):
+            run()
+        synchronize(device)
+        times = max(1, math.ceil(5 * ENOUGH / max(time.perf_counter() - began, 1e-6)))
+
+        again, warm = (functools.partial(_repeat, run, n) for n in (times, 1 + times // 4))
+        if device.type == "cuda":
+            again = warm = recorded(again, device)  # a launch from Python takes longer than a small norm
+
+        def measure() -> float:
+            warm()  # brings its input back into the cache, and the memory that the result is put in
+            watch = Stopwatch(device)
+            watch(again)
+            return watch.seconds() / times
+
+        return measure
+
+    return list(interleaved({n: repeated(r) for n, r in runs.items()}, rounds=rounds, seconds=seconds, seed=seed))
+
+
+def norm_summary(raw: pd.DataFrame) -> pd.DataFrame:
+    """Medians over rounds of what `bench_norms` measured, one row for each shape, dtype and norm.
+
+    `ratio` is the time over that of torch's LayerNorm (where something is added, of addition and LayerNorm) in the same
+    round, with its quartiles; `gb_per_s` is what has to be read and written a second, `copy_share` that over `copy`'s.
+    """
+    same = [column for column in raw.columns if column not in ("norm", "round", "seconds", "bytes")]
+    parts = []
+    for _, part in raw.groupby(same, sort=False):
+        times = part.pivot(index="round", columns="norm", values="seconds")
+        torchs = ["add + layer_norm" if NORMS[name] == 4 else "layer_norm" for name in times.columns]
+        base = times[torchs].set_axis(times.columns, axis=1)
+        ratios = times / base
+        out = part.groupby("norm", sort=False).agg(rounds=("round", "size"), bytes=("bytes", "first"))
+        for name, values in (("seconds", times), ("ratio", ratios)):
+            for suffix, q in (("", 0.5), ("_q25", 0.25), ("_q75", 0.75)):
+                out[name + suffix] = values.quantile(q)
+        out["gb_per_s"] = out.bytes / out.seconds / 1e9
+        out["copy_share"] = out.gb_per_s / out.gb_per_s["copy"]
+        order = [name for name in NORMS if name in out.index]
+        parts.append(out.loc[order].reset_index().merge(part[same].head(1), how="cross"))
+    frame = pd.concat(parts, ignore_index=True)
+    return frame[[*same, *(column for column in frame.columns if column not in same)]]

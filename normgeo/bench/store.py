@@ -1,0 +1,212 @@
+"""What capturing costs: the disk alone, the store, and the forward pass without it and with it."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from normgeo.angles.job import Job, RunConfig, prepare
+from normgeo.angles.measure import new_statistics
+from normgeo.angles.statistics import AngleStatistics
+from normgeo.geometry import Directions
+from normgeo.sites import NormSite
+from normgeo.store.capture import CaptureConfig, start_capture
+from normgeo.store.layout import Layout, create
+from normgeo.store.reader import HiddenStateStore
+from normgeo.store.scan import angles_from_store
+from normgeo.store.storage import Disk
+from normgeo.store.writer import StoreWriter
+from normgeo.stream import stream
+from normgeo.system.files import check_folder
+from normgeo.system.memory import memory_kept
+from normgeo.system.timing import devices, synchronize
+from normgeo.tokens import TokenBatch
+
+__all__ = ["bench_store", "store_rate"]
+
+
+def store_rate(folder: Path, *, sites: int = 4, d: int = 4096, n_tokens: int = 8192, batch: int = 2048) -> float:
+    """Bytes a second at which a store takes all phases in float32, as if they were there already, fsync included.
+
+    Args:
+        folder: on the disk to measure.
+        sites: how many norms.
+        d: width of the vectors.
+        n_tokens: tokens, in whole batches.
+        batch: tokens at once.
+    """
+    places = [NormSite(f"norm{i}", "rmsnorm", "attention", i, "layers", d, 1e-5) for i in range(sites)]
+    statistics = AngleStatistics(places, {d: Directions.seeded(d, 0)})
+    layout = Layout.of(places, ["float32"] * sites, ("pre", "standardized", "post"), n_tokens)
+    hidden, ids = torch.randn(batch, d), np.zeros((1, batch), np.int64)
+    with _new_store(folder, layout) as disk:
+        began = time.perf_counter()
+        with StoreWriter(disk, "bench", layout, places, statistics) as writer:
+            for start in range(0, n_tokens, batch):
+                piece = TokenBatch(ids, ids, start)
+                writer.begin(piece)
+                for i in range(sites):
+                    writer.take(i, "pre", hidden)
+                    writer.take(i, "post", hidden)
+                writer.finish(piece)
+        return layout.nbytes / (time.perf_counter() - began)
+
+
+@contextmanager
+def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
+    """An empty store that is removed at the end."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
+        disk = Disk(Path(scratch))
+        with disk.writing():
+            create(disk, layout, [], [], [], {})
+            yield disk
+
+
+def bench_store(
+    model: str, folder: Path, *, data: str = "sample", context: int | None = None, batch: int = 8,
+    n_tokens: int = 32_768, dtype: str | None = None, rounds: int = 3,
+) -> pd.DataFrame:  # fmt: skip
+    """Measure the disk, the store, a forward pass alone and captured, and stores read again, in a random order.
+
+    What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
+    scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
+    half of the bytes and computes more. Contexts and batches are those of a capture, unless others are given.
+
+    Returns:
+        One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
+        `ratio` and its quartiles `ratio_q25`, `ratio_q75`: the seconds that a byte or a token takes, over those of the
+        variant named in `baseline` in the same round.
+
+    Raises:
+        NormGeoError: whatever is wrong with the model or the data.
+    """
+    check_folder(folder, "--folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
+    job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
+    with memory_kept(), tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
+        measures = _measures(run, job, folder, Path(scratch))
+        order = random.Random(0)  # a processor that has waited for a disk computes faster for a while
+        for _ in range(rounds):
+            for name in order.sample(list(measures), len(measures)):
+                seconds[name].append(measures[name].run())
+    return pd.DataFrame([_row(name, measure, seconds, n_tokens) for name, measure in measures.items()])
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Something that takes `run()` seconds, to be compared with `baseline`; `nbytes` are written or read."""
+
+    run: Callable[[], float]
+    baseline: str
+    nbytes: int | None = None
+
+
+def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str, _Measure]:
+    stored = [str(job.model.dtype).removeprefix("torch.")] * len(job.sites)
+    layouts = {phases: Layout.of(job.sites, stored, phases, job.n_tokens) for phases in (("pre",), ("pre", "post"))}
+    folders = {phases: scratch / "-".join(phases) for phases in layouts}
+    for phases, where in folders.items():
+        start_capture(CaptureConfig(run, phases), where, progress=False)
+    captured, layout = HiddenStateStore(folders["pre",]), layouts["pre",]
+    some, exact = layout.nbytes, {i for i, site in enumerate(job.sites) if captured.rebuild(site).bit_equal}
+    measures = {
+        "disk, one file, fsync": _Measure(lambda: some / Disk(folder).rate(512 << 20), "disk, one file, fsync", some),
+        "store, all phases in float32": _Measure(lambda: some / store_rate(folder), "disk, one file, fsync", some),
+        "forward": _Measure(lambda: _pass(job, [], layout, None, run.batch), "forward"),
+        "forward, statistics": _Measure(lambda: _pass(job, job.sites, layout, None, run.batch), "forward"),
+        "forward, statistics, capture of pre":
+            _Measure(lambda: _pass(job, job.sites, layout, folder, run.batch, exact), "forward", some),
+    }  # fmt: skip
+    for phases, found in layouts.items():
+        where, of = folders[phases], " and ".join(phases)
+        through, past = partial(_read, where, direct=False), partial(_read, where, direct=True)
+        for name, measure in (("reading", through), ("direct reading", past), ("scan", partial(_scan, where))):
+            measures[f"{name} of {of}"] = _Measure(measure, f"reading of {of}", found.nbytes)
+    return measures
+
+
+def _row(name: str, measure: _Measure, seconds: dict[str, list[float]], n_tokens: int) -> dict[str, str | float]:
+    ratios = np.array(seconds[name]) / np.array(seconds[measure.baseline])
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    took = float(np.median(seconds[name]))
+    return {
+        "variant": name, "seconds": took, "mb_per_s": measure.nbytes / took / 1e6 if measure.nbytes else np.nan,
+        "tokens_per_s": n_tokens / took, "baseline": measure.baseline,
+        "ratio": middle, "ratio_q25": low, "ratio_q75": high,
+    }  # fmt: skip
+
+
+def _forget(files: Iterable[Path]) -> None:
+    """Have the system drop what it keeps of files in memory."""
+    for file in files if hasattr(os, "posix_fadvise") else []:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(store: Path, direct: bool) -> float:
+    """Seconds that the bytes of a store's chunks take, read whole by as many threads as torch has.
+
+    Args:
+        store: the store.
+        direct: past the system's memory, as a scan does, or through it, as programs do.
+    """
+    files = sorted((store / "hidden.zarr/sites").rglob("c.*"))
+    _forget(files)
+    buffers, disk = threading.local(), Disk(store)
+
+    def read(file: Path) -> None:
+        size = file.stat().st_size
+        if direct:
+            disk.read_range(str(file.relative_to(store)), 0, size)
+            return
+        if getattr(buffers, "size", -1) < size:
+            buffers.bytes, buffers.size = np.empty(size, np.uint8), size
+        with file.open("rb", buffering=0) as opened:
+            opened.readinto(buffers.bytes[:size].data)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(read, files))
+    return time.perf_counter() - began
+
+
+def _scan(store: Path) -> float:
+    """Seconds that all angles take from a store, those to the null ensemble included."""
+    _forget((store / "hidden.zarr").rglob("c.*"))
+    began = time.perf_counter()
+    angles_from_store(store, progress=False)
+    return time.perf_counter() - began
+
+
+def _pass(
+    job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int, exact: Collection[int] = ()
+) -> float:
+    """Seconds that all tokens take, from the first batch until the last byte is safe."""
+    synchronize(*(places := devices(job.model)))
+    statistics = new_statistics(job.model, job.sites, null=256, seed=0, null_every=16, bos=job.bos)
+    sinks = [statistics] if sites else []
+    with _new_store(folder, layout) if folder else nullcontext() as disk:
+        began = time.perf_counter()
+        writing = StoreWriter(disk, "bench", layout, sites, statistics, exact=exact) if disk else nullcontext()
+        with writing as writer:
+            for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, batch), [writer, *sinks]
+                                if writer else sinks):  # fmt: skip
+                if writer is not None:
+                    writer.finish(piece)
+        synchronize(*places)
+        return time.perf_counter() - began

@@ -1,0 +1,230 @@
+"""What measuring costs: the stream against the base model's own forward pass, and peak memory against tokens."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import multiprocessing
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.angles.measure import measure_angles, new_statistics
+from normgeo.errors import DataError
+from normgeo.models import base_model, load_model, load_tokenizer, twin
+from normgeo.sites import NormSite, find_sites
+from normgeo.stream import forward, stream
+from normgeo.system.memory import memory_kept
+from normgeo.system.timing import device_name, synchronize
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+
+__all__ = ["VARIANTS", "bench_stream", "peak_memory"]
+
+VARIANTS = (
+    "base", "full", "output_hidden_states", "cosine_hooks", "clone_hooks", "statistics", "statistics_null",
+)  # fmt: skip
+"""The base model alone; the causal LM with logits; three common ways to look at hidden states; and this package's."""
+
+
+def bench_stream(
+    model: PreTrainedModel,
+    tokens: TokenStream,
+    *,
+    batch: int = 8,
+    rounds: int = 7,
+    null: int = 256,
+    null_every: int = 16,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Time the stream and its alternatives, interleaved: every variant once a round, in random order, on one batch.
+
+    The base model runs before and after every other variant, which is compared with the mean of the two, so that what
+    changes while the benchmark runs (clock rates, other processes) changes both. Every variant has modules of its own
+    around the same weights, since some of them leave hooks behind, and while the benchmark runs memory is not given
+    back to the system, so that none pays for what another has freed.
+
+    Args:
+        model: a model that takes token ids.
+        tokens: the stream; each round takes its next batch of equal shape, and starts again where it ends.
+        batch: contexts that go through the model together.
+        rounds: how many rounds; one more, before them, warms up.
+        null: number of random directions in `statistics_null`.
+        null_every: the null ensemble meets one token in so many.
+        seed: of the order.
+
+    Returns:
+        One row a variant. `ratio` is the median over rounds of the time over that of `base` just before and after, with
+        quartiles `q25` and `q75`; `seconds` is the median time itself.
+
+    Raises:
+        DataError: the stream is empty.
+    """
+    sites = find_sites(model)
+    batches = _alike(tokens, batch, rounds + 1)
+    runs = _variants(model, sites, null, null_every)
+    order = random.Random(seed)
+    seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+
+    def timed(name: str, chunk: TokenBatch) -> float:
+        synchronize(model.device)
+        start = time.perf_counter()
+        runs[name](chunk)
+        synchronize(model.device)
+        return time.perf_counter() - start
+
+    with memory_kept():
+        for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
+            before = timed("base", chunk)
+            for name in order.sample(VARIANTS[1:], len(VARIANTS) - 1):
+                found, after = timed(name, chunk), timed("base", chunk)
+                if number:
+                    seconds[name].append(found)
+                    seconds["base"].append(after)
+                    ratios[name].append(2 * found / (before + after))
+                before = after
+    ratios["base"] = [1.0]
+    about = {
+        "device": device_name(model.device), "torch": torch.__version__,
+        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
+        "d": max(site.d for site in sites), "sites": len(sites), "rounds": rounds, "null": null,
+        "null_every": null_every,
+    }  # fmt: skip
+    rows = []
+    for name in VARIANTS:
+        q25, ratio, q75 = np.quantile(ratios[name], [0.25, 0.5, 0.75])
+        found = {"variant": name, "ratio": ratio, "q25": q25, "q75": q75, "seconds": float(np.median(seconds[name]))}
+        rows.append(found | about)
+    return pd.DataFrame(rows)
+
+
+def _alike(tokens: TokenStream, batch: int, rounds: int) -> list[TokenBatch]:
+    """The first batches of the stream that have the shape of the first."""
+    found = list(itertools.islice(tokens.batches(None, batch), rounds))
+    if not found:
+        raise DataError(f"{tokens.source} holds no tokens")
+    return [b for b in found if b.ids.shape == found[0].ids.shape]
+
+
+def _variants(
+    model: PreTrainedModel, sites: Sequence[NormSite], null: int, null_every: int
+) -> dict[str, Callable[[TokenBatch], Any]]:
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+
+    def plain(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
+        def run(chunk: TokenBatch) -> None:
+            with torch.inference_mode():
+                forward(runner, chunk, vocabulary)
+
+        return run
+
+    def hidden_states(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
+        options = {"use_cache": False} if "use_cache" in inspect.signature(runner.forward).parameters else {}
+
+        def run(chunk: TokenBatch) -> None:
+            ids = torch.from_numpy(chunk.ids).to(model.device)
+            with torch.inference_mode():
+                runner(input_ids=ids, output_hidden_states=True, **options)
+
+        return run
+
+    def watched(twin: PreTrainedModel, look: Callable[[Tensor], Tensor]) -> Callable[[TokenBatch], None]:
+        modules, forward_pass = dict(twin.named_modules()), plain(base_model(twin))
+        norms = [modules[name] for name in dict.fromkeys(site.name for site in sites)]
+
+        def run(chunk: TokenBatch) -> None:
+            kept: list[Tensor] = []
+            with _watched(norms, lambda x: kept.append(look(x))):
+                forward_pass(chunk)
+
+        return run
+
+    def measured(twin: PreTrainedModel, k: int) -> Callable[[TokenBatch], None]:
+        statistics = new_statistics(twin, sites, null=k, seed=0, null_every=null_every, bos=None)
+        waiting: list[TokenBatch] = []
+        # one stream for all batches, as in a run: its hooks are put on once
+        running = stream(twin, sites, iter(waiting.pop, None), [statistics])
+
+        def run(chunk: TokenBatch) -> None:
+            waiting.append(chunk)
+            next(running)
+
+        return run
+
+    return {
+        "base": plain(base_model(twin(model))),
+        "full": plain(twin(model)),
+        "output_hidden_states": hidden_states(base_model(twin(model))),
+        "cosine_hooks": watched(twin(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
+        "clone_hooks": watched(twin(model), torch.clone),
+        "statistics": measured(twin(model), 0),
+        "statistics_null": measured(twin(model), null),
+    }
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], look: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Plain hooks that hand the first input and the output of every module to a function."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        look(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        look(output)
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    handles += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def peak_memory(
+    model: str | Path,
+    data: str | Path,
+    n_tokens: int,
+    *,
+    context: int | None = None,
+    batch: int = 8,
+    null: int = 256,
+) -> int:
+    """Peak resident memory in bytes of a fresh process that measures so many tokens on the CPU.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    options = {"context": context, "batch": batch, "null": null}
+    spawned = multiprocessing.get_context("spawn")
+    receiver, sender = spawned.Pipe(duplex=False)
+    process = spawned.Process(target=_measure, args=(sender, str(model), str(data), n_tokens, options))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError as error:
+        raise RuntimeError(f"measuring {n_tokens} tokens of {data} with {model} failed; see its traceback") from error
+    finally:
+        process.join()
+        receiver.close()
+
+
+def _measure(sender: Any, name: str, data: str, n_tokens: int, options: dict[str, Any]) -> None:
+    tokens = load_tokens(data, load_tokenizer(name), context=options.pop("context"))
+    measure_angles(load_model(name), tokens, n_tokens=n_tokens, progress=False, **options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sender.send(peak if sys.platform == "darwin" else 1024 * peak)
+    sender.close()

@@ -1,0 +1,267 @@
+"""`normgeo bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from normgeo.cli.app import bench_app, console, quiet
+from normgeo.errors import NormGeoError
+from normgeo.system.files import check_file, write_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+Out = Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every model.")]
+
+
+def _words(text: str, option: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise NormGeoError(f"{option} takes one or more, comma-separated; received {text!r}")
+    return words
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    words = _words(text, option)
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise NormGeoError(f"{option} takes whole numbers above 0, comma-separated; received {text!r}")
+    return [int(word) for word in words]
+
+
+def _time(seconds: float) -> float:
+    if not seconds >= 0:  # neither below, nor no number
+        raise NormGeoError(f"--seconds takes a number from 0 on; received {seconds}")
+    return seconds
+
+
+@bench_app.command("inference")
+def bench_inference(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="vit-tiny to vit-giant, gpt-small to gpt-2.7b, hub ids, directories.", metavar="MODEL..."),
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="Of float32, bfloat16, autocast, int8 and int8-dynamic, comma-separated.")
+    ] = "float32",
+    batch: Annotated[str, typer.Option(help="Sequences or images at once, comma-separated.")] = "1",
+    length: Annotated[str, typer.Option(help="Tokens, comma-separated; images have their own.")] = "512",
+    decode: Annotated[bool, typer.Option("--decode", help="Also one token with LENGTH of them in the cache.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also through torch.compile.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Also as CUDA graphs.")] = False,
+    variants: Annotated[str | None, typer.Option(help="Only these, comma-separated.", show_default="all")] = None,
+    rounds: Annotated[int, typer.Option(help="Timings of every variant, at most.", min=3)] = 100,
+    seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
+    out: Out = None,
+) -> None:
+    """Time a Pre-LN model, its conversions and its floor without norms, whole and in their norms alone."""
+    import pandas as pd
+
+    from normgeo.bench import inference as inference_bench
+    from normgeo.bench.inference_models import build
+    from normgeo.models import usable_device
+
+    quiet()
+    check_file(out)
+    batches, lengths = _numbers(batch, "--batch"), _numbers(length, "--length")
+    dtypes, wanted = _words(dtype, "--dtype"), None if variants is None else _words(variants, "--variants")
+    inference_bench.check_names(dtypes, variants=wanted or ())
+    where = usable_device(device)
+    if compiled:
+        inference_bench.check_compiler(where)
+    frames: list[pd.DataFrame] = []
+    for name in models:
+        raw = inference_bench.bench_inference(
+            build(name, device=where, seed=seed), name, variants=wanted, dtypes=dtypes, batches=batches,
+            lengths=lengths, phases=("forward", *["decode"] * decode),
+            modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
+            seed=seed,
+            announce=lambda line: console.print(line, highlight=False, markup=False),
+        )  # fmt: skip
+        frames.append(raw)
+        _inference(inference_bench.summary(raw))
+        write_table(pd.concat(frames, ignore_index=True), out)
+
+
+@bench_app.command("norms")
+def bench_norms(
+    shapes: Annotated[
+        str | None, typer.Option(help="BATCHxTOKENSxWIDTH, comma-separated.", show_default="of ViTs and GPTs")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of float32, bfloat16 and float16.")] = "float32,bfloat16",
+    rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
+    seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
+    out: Out = None,
+) -> None:
+    """Time norms alone, against torch's LayerNorm and a copy of the same memory."""
+    from normgeo.bench import norms as norm_bench
+
+    quiet()
+    check_file(out)
+    wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in _words(shapes, "--shapes")]
+    raw = norm_bench.bench_norms(
+        wanted, dtypes=_words(dtype, "--dtype"), device=device, rounds=rounds, seconds=seconds, seed=seed
+    )
+    _norms(norm_bench.norm_summary(raw))
+    write_table(raw, out)
+
+
+@bench_app.command("stream")
+def bench_stream(
+    model: Annotated[str, typer.Argument(help="Hub id or local directory.")] = "embedded-layernorm",
+    data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
+    context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.")] = 7,
+    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
+) -> None:
+    """Compare the base model's forward pass with ways of measuring its hidden states."""
+    import torch
+
+    from normgeo.bench.stream import bench_stream
+    from normgeo.models import load_model, load_tokenizer, usable_device
+    from normgeo.tokens import load_tokens
+
+    quiet()
+    check_file(out)
+    loaded = load_model(model, dtype=torch.float32, device=usable_device(device or "cpu"))
+    tokens = load_tokens(data, load_tokenizer(model), context)
+    frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
+    table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
+    for row in frame.to_dict("records"):
+        table.add_row(
+            row["variant"], f"{row['ratio']:.3f}", f"{row['q25']:.3f} to {row['q75']:.3f}", f"{row['seconds']:.3f}"
+        )
+    console.print(f"{model}, {batch} x {context} tokens, {rounds} interleaved rounds, {frame.device.iloc[0]}")
+    console.print(table)
+    write_table(frame, out)
+
+
+@bench_app.command("store")
+def bench_store(
+    model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
+    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
+    data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
+    context: Annotated[int | None, typer.Option(help="Tokens the model sees together.")] = None,
+    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
+    dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
+) -> None:
+    """Compare the disk, the store, the forward pass with and without capture, and the store read again."""
+    from normgeo.bench.store import bench_store
+
+    quiet()
+    check_file(out)
+    frame = bench_store(
+        model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
+    )
+    console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
+    write_table(frame, out)
+
+
+@bench_app.command("train")
+def bench_train(
+    sizes: Annotated[str, typer.Option(help="Sizes that `train` takes, with commas between.")] = "tiny,70m",
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet, after every size.")] = None,
+) -> None:
+    """Time training steps of Pre-LN, Pre-RMSNorm and Pre-CRMSNorm, and what the parts of a step cost."""
+    import pandas as pd
+
+    from normgeo.bench import training as training_bench
+    from normgeo.training.recipe import recipe_for
+
+    quiet()
+    check_file(out)
+    raw = []
+    recipes = {size: recipe_for(size, batch=batch, context=context) for size in sizes.split(",")}
+    for size, recipe in recipes.items():
+        times = training_bench.bench_training(
+            recipe, vocabulary=vocabulary, rounds=rounds, device=device, progress=True
+        )
+        raw.append(times.assign(size=size))
+        frame = training_bench.breakdown(times)
+        about = frame.iloc[0]
+        table = Table("form", "part", "share of Pre-LN's step", "quartiles", "seconds", box=SIMPLE)
+        for row in frame.to_dict("records"):
+            table.add_row(
+                row["form"] if row["part"] == "whole" else "", row["part"], f"{100 * row['ratio']:.2f}%",
+                f"{100 * row['q25']:.2f} to {100 * row['q75']:.2f}%", f"{row['seconds']:.4f}",
+            )  # fmt: skip
+        console.print(
+            f"{size}: {batch} x {context} tokens, {rounds} interleaved steps, float32, {about.threads} threads of "
+            f"{about.device}, torch {about.torch}"
+        )
+        console.print(table)
+        write_table(pd.concat(raw, ignore_index=True), out)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = _numbers(text.replace("x", ","), "--shapes")
+    if len(sizes) != 3:
+        raise NormGeoError(f"a shape is BATCHxTOKENSxWIDTH, as 1x512x768; received {text!r}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _spread(row: dict, name: str) -> str:
+    if row[name] != row[name]:
+        return ""
+    return f"{row[name]:.3f} ({row[f'{name}_q25']:.3f} to {row[f'{name}_q75']:.3f})"
+
+
+def _share(row: dict, prefix: str) -> str:
+    if row[f"{prefix}ratio"] != row[f"{prefix}ratio"]:
+        return ""
+    share = row[f"{prefix}share"]
+    return f"{100 * share:.0f}%" if row[f"{prefix}gap_clear"] else "no clear gap"
+
+
+def _inference(frame: pd.DataFrame) -> None:
+    keys = ["dtype", "batch", "length", "phase", "mode"]
+    for _, part in frame.groupby(["model", *keys], sort=False):
+        rows = part.to_dict("records")
+        table = Table("variant", "ms", "ratio", "share", "norms ms", "norms ratio", "norms share", "error", box=SIMPLE)
+        for row in rows:
+            inside = row["norm_seconds"]
+            table.add_row(
+                row["variant"], f"{1e3 * row['seconds']:.3f}", _spread(row, "ratio"), _share(row, ""),
+                "" if inside != inside else f"{1e3 * inside:.3f}", _spread(row, "norm_ratio"), _share(row, "norm_"),
+                f"{row['error']:.0e}",
+            )  # fmt: skip
+        first = rows[0]
+        console.print(
+            f"{first['model']}, {first['dtype']}, {first['batch']} x {first['length']}, {first['phase']}, "
+            f"{first['mode']}; {first['rounds']} rounds, {first['device']}, {first['threads']} threads",
+            highlight=False,
+        )
+        console.print(table)
+
+
+def _norms(frame: pd.DataFrame) -> None:
+    for (shape, dtype), part in frame.groupby(["shape", "dtype"], sort=False):
+        table = Table("norm", "us", "ratio to torch's LayerNorm", "GB/s", "of copy", box=SIMPLE)
+        rows = part.to_dict("records")
+        for row in rows:
+            table.add_row(
+                row["norm"], f"{1e6 * row['seconds']:.1f}", _spread(row, "ratio"), f"{row['gb_per_s']:.1f}",
+                f"{100 * row['copy_share']:.0f}%",
+            )  # fmt: skip
+        about = f"{rows[0]['rounds']} rounds, {rows[0]['device']}, {rows[0]['threads']} threads"
+        console.print(f"{shape}, {dtype}; {about}", highlight=False)
+        console.print(table)

@@ -1,0 +1,106 @@
+"""`normgeo convert` and `normgeo compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normgeo.cli.app import app, console, quiet
+from normgeo.cli.options import Knowing, refuse_beside
+
+
+@app.command(cls=Knowing)
+def convert(
+    model: Annotated[str, typer.Argument(help="Hub id or local directory.")],
+    out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
+    to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
+    data: Annotated[
+        str | None,
+        typer.Option(help="Certify on this: what `angles` takes.", show_default="the sample, for text models"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to certify on.")] = 2048,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 256")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's own), float64, float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
+    keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
+    fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
+    padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
+    by_shard: Annotated[
+        bool | None,
+        typer.Option("--by-shard/--in-memory", help="Tensor by tensor.", show_default="where memory is short"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+) -> None:
+    """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
+    from normgeo.conversion.certify import listed
+    from normgeo.conversion.runs import convert_checkpoint
+
+    quiet()
+    if by_shard:
+        refuse_beside("--by-shard", "model", "out", "--to", "--revision", "--trust-remote-code")
+    conversion, how = convert_checkpoint(
+        model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
+        fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,
+        announce=console.print,
+    )  # fmt: skip
+    console.print(
+        f"{len(conversion.replaced)} norms replaced, {len(conversion.kept)} kept, "
+        f"{len(conversion.untouched)} untouched, {len(conversion.recentered)} explicit recenters"
+    )
+    for name, why in conversion.kept.items():
+        console.print(f"  kept {name}: {why}")
+    for place in conversion.recentered:
+        console.print(
+            f"  recentered {place.module} ({place.side} {place.argument}): costs what a LayerNorm's mean cost"
+        )
+    console.print(conversion.certificate.table())
+    if unreached := conversion.certificate.unreached:
+        console.print(
+            f"[yellow]warning[/]: no input reached {listed(unreached)}; for inputs that do, nothing is certified: "
+            "convert(model, inputs=...) in Python takes them"
+        )
+    code = ", trust_remote_code=True" if how == "remote" else ""
+    console.print(f"{out}: load it with from_pretrained({str(out)!r}{code})")
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="The reference: hub id, local directory, or embedded name.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with it.")],
+    data: Annotated[
+        str | None, typer.Option(help="What `angles` takes.", show_default="sample for the pair, else wikipedia")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens a model sees together.", show_default="up to 1024")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Contexts that go through a model together.")] = 8,
+    naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write.", show_default="runs/compare-<A>-<B>-<date>")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="What `angles` takes as --dtype.")] = None,
+    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds of timing, every model once a round; 0 for none.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of random directions and of the order of timing.")] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+) -> None:
+    """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
+    from normgeo.comparison.compare import compare_run, default_out
+
+    quiet()
+    where = out or default_out(a, b)
+    result = compare_run(
+        a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device, dtype=dtype,
+        null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code, announce=console.print,
+    )  # fmt: skip
+    console.print(result.table(console.width), highlight=False, markup=False)
+    console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

@@ -1,0 +1,28 @@
+"""The command `normgeo`: all its commands, and errors as one line."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+
+from normgeo.cli import angles, bench, conversion, store, train  # noqa: F401  (they register themselves)
+from normgeo.cli.app import app
+from normgeo.errors import NormGeoError
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line: an error that normgeo raises on purpose, or the system, is one line, and the status 1."""
+    debug = "--debug" in sys.argv
+    sys.argv = [a for a in sys.argv if a != "--debug"]
+    try:
+        app()
+    except (NormGeoError, OSError) as error:
+        if debug:
+            raise
+        line = str(error) if isinstance(error, NormGeoError) else f"{error}; --debug shows where"
+        Console(stderr=True).print(f"[red]error[/]: {escape(line)}", highlight=False, soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,84 @@
+"""`normgeo train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from normgeo.cli.app import app, console, quiet
+from normgeo.cli.options import Knowing, refuse_beside
+
+
+@app.command(cls=Knowing)
+def train(
+    norm: Annotated[
+        str, typer.Option(help="layernorm, rmsnorm, pre-rmsnorm, pre-crmsnorm, or both (the first two).")
+    ] = "both",
+    size: Annotated[str, typer.Option(help="tiny, 70m, 160m, 410m or 1b (Geometry table 2).")] = "tiny",
+    data: Annotated[
+        str, typer.Option(help="openwebtext or wikipedia (streamed), or what `angles` takes.")
+    ] = "openwebtext",
+    exclude: Annotated[Path | None, typer.Option(help="A file of documents to leave out: the held-out text.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Hub id or directory.", show_default="learnt from a file; GPT-2's for streams")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Size of the vocabulary learnt from a file, or of its ids.", show_default="4096")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all processes.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Passes that a process makes for one step.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Of the embedding and behind each branch.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Mixed precision: no, bf16 or fp16.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between kept models.", show_default="1K, ..., 10K, 20K, ...")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between the states to resume from.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between held-out losses.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialization, data order and dropout.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log every step for TensorBoard.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A new directory.", show_default="runs/train-<size>-<date>")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Finish the training in this directory, as it was started.")
+    ] = None,
+) -> None:
+    """Train twins: GPT-2s alike in everything but their norm. Under accelerate launch or torchrun, on many devices."""
+    import accelerate
+
+    from normgeo.training import runs as training_runs
+    from normgeo.training.log import check_tensorboard
+    from normgeo.training.recipe import recipe_for
+
+    quiet()
+    if tensorboard:
+        check_tensorboard()
+    where = resume or out or training_runs.default_out(size)
+
+    def report(kind: str, row: dict[str, float]) -> None:
+        console.print(kind, {"step": int(row["step"])} | {k: round(v, 4) for k, v in row.items() if k != "step"})
+
+    try:
+        if resume:
+            refuse_beside("--resume", "--tensorboard")
+            done = training_runs.resume_training(resume, report=report, board=tensorboard)
+        else:
+            recipe = recipe_for(
+                size, steps=steps, batch=batch, accumulate=accumulate, context=context, lr=lr, warmup=warmup,
+                dropout=dropout, precision=precision, checkpoint_every=checkpoint_every, save_every=save_every,
+                evaluate_every=evaluate_every, seed=seed,
+            )  # fmt: skip
+            config = training_runs.TrainConfig(
+                norm, data, str(exclude) if exclude else None, tokenizer, vocabulary, device
+            )
+            done = training_runs.start_training(config, recipe, where, report=report, board=tensorboard)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; finish it with: normgeo train --resume {where}")
+        raise typer.Exit(130) from None
+    for kind, path in done.items() if accelerate.PartialState().is_main_process else ():
+        console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")

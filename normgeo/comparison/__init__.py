@@ -1,0 +1,1 @@
+"""Models side by side on the same tokens."""

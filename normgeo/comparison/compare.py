@@ -1,0 +1,365 @@
+"""Models side by side on the same tokens: outputs, perplexity, angles at every norm, size and speed."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from normgeo import figures
+from normgeo.angles.measure import measure_angles
+from normgeo.comparison import figures as side_by_side
+from normgeo.comparison.agreement import agreements, vocabulary
+from normgeo.conversion.convert import convert, decompress
+from normgeo.converted import is_compressed
+from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
+from normgeo.sites import evaluating, find_sites
+from normgeo.stream import check_context, forward
+from normgeo.system.files import check_folder, numbered, taken
+from normgeo.system.progress import progress_bar
+from normgeo.system.timing import devices, synchronize
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+
+__all__ = ["Comparison", "compare", "compare_run", "default_out"]
+
+DEFAULT_TOKENS = 20_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Models side by side; the first is the reference.
+
+    Attributes:
+        frame: one row a model. `output` says what was compared: `logits`, or `last_hidden_state` of a model without a
+            head, which has no perplexity, KL and top-1 (NaN). `perplexity` is exp of the mean `cross_entropy` (nats)
+            over the `predictions` whose next token is in the same context; NaN for a model that sees later tokens
+            (masked language models, encoder-decoders). `kl_mean` and `kl_max` are KL(reference || model) in nats over
+            positions, `top1` the share of positions where both prefer the same token. `error_max` is the largest
+            |difference| of an output, `error_max_rel` the same relative to the reference's largest, `error_rms_rel`
+            the root of sum(difference^2) / sum(reference^2). `time_ratio` is the median over rounds of the time of a
+            forward pass over the reference's in the same round, with quartiles `time_q25` and `time_q75`.
+        angles: the rows of every model's `AngleTable`; `reference_site` is the reference's site that a row's site
+            corresponds to (missing where there is none), `stack_index` counts the model's stacks.
+        about: tokens, packing, context and options.
+    """
+
+    frame: pd.DataFrame
+    angles: pd.DataFrame
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def by_site(self, column: str = "mean_deg", phase: str = "pre", direction: str = "uniform") -> pd.DataFrame:
+        """One column of the angles by site of the reference, a column a model; sites without counterpart come last."""
+        rows = self.angles[(self.angles.phase == phase) & (self.angles.direction == direction)]
+        rows = rows.assign(place=rows.reference_site.fillna(rows.site))
+        first = rows.drop_duplicates("place").set_index("place")[["stack", "role", "layer"]]
+        wide = rows.pivot_table(index="place", columns="model", values=column, sort=False, dropna=False)
+        return first.join(wide[list(self.frame.model)]).rename_axis("site")
+
+    def to_json(self) -> str:
+        """The metrics and what they were measured on, as JSON; what has no meaning is null."""
+        rows = [{k: _plain(v) for k, v in row.items()} for row in self.frame.to_dict("records")]
+        about = {"reference": self.frame.model.iloc[0], **self.about}
+        return json.dumps(about | {"models": rows}, indent=2, allow_nan=False) + "\n"
+
+    def table(self, width: int = 120) -> str:
+        """Metrics with a column a model, then the angles to the uniform vector by layer."""
+        return side_by_side.table(self.frame, self.by_site(phase="pre"), self.by_site(phase="post"), width)
+
+    def plot(self) -> matplotlib.figure.Figure:
+        """Angles to the uniform vector by layer, a color a model and a panel a role, and the metrics below."""
+        return side_by_side.plot(self.frame, self.angles)
+
+    def save(self, folder: Path) -> None:
+        """Write comparison.json, comparison.parquet, angles.parquet and figures/comparison.png and .svg."""
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        (folder / "comparison.json").write_text(self.to_json())
+        self.frame.to_parquet(folder / "comparison.parquet", index=False)
+        self.angles.to_parquet(folder / "angles.parquet", index=False)
+        figures.save(self.plot(), folder / "figures" / "comparison")
+
+
+def compare(
+    models: Mapping[str, PreTrainedModel],
+    tokens: TokenStream | Any,
+    *,
+    n_tokens: int | None = None,
+    batch: int = 8,
+    null: int = 256,
+    rounds: int = 7,
+    seed: int = 0,
+    progress: bool = True,
+) -> Comparison:
+    """Compare models on the same tokens; the first is the reference.
+
+    Args:
+        models: by the names they have in the result; two at least, with one vocabulary.
+        tokens: a stream, or an array of token ids whose rows are sequences.
+        n_tokens: exactly so many tokens; None takes all.
+        batch: contexts that go through a model together; it changes nothing but rounding.
+        null: random directions in the null ensemble of the angles.
+        rounds: how often every model is timed, interleaved in random order; 0 leaves the times out (NaN).
+        seed: of the random directions and of the order of the rounds.
+        progress: show a progress bar.
+
+    Raises:
+        DataError: other vocabularies or widths, ids beyond a vocabulary, contexts too long, too few tokens.
+        ModelError: outputs that are NaN or infinite, or that cannot be compared; a model that takes no tokens.
+        NormGeoError: fewer than two models, or a number below zero.
+
+    Compressed models (CRMSNorm) are decompressed for their angles and norms, and for nothing else.
+
+    >>> from normgeo import compare, load_model, load_tokenizer, load_tokens
+    >>> models = {name: load_model(name) for name in ("embedded-layernorm", "embedded-rmsnorm")}
+    >>> tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), context=64)
+    >>> result = compare(models, tokens, n_tokens=500, null=8, rounds=1, progress=False)
+    >>> result.frame[["model", "layernorms", "rmsnorms"]].to_numpy().tolist()
+    [['embedded-layernorm', 13, 0], ['embedded-rmsnorm', 0, 13]]
+    """
+    if len(models) < 2 or rounds < 0 or null < 0:
+        raise NormGeoError(
+            f"a comparison takes at least two models, and no number below 0; received {len(models)} models, "
+            f"{rounds} rounds, {null} random directions"
+        )
+    source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
+    for model in models.values():
+        check_context(model, source.context)
+    whole = {name: decompress(m).model if is_compressed(m) else m for name, m in models.items()}
+    total = n_tokens or source.n_tokens or 0
+    with progress_bar("comparing", total * (1 + len(models)), enabled=progress) as advance:
+        metrics = agreements(models, source, n_tokens, batch, advance)
+        tables = {}
+        for name, model in whole.items():
+            tables[name] = measure_angles(
+                model, source, n_tokens=n_tokens, batch=batch, null=null, seed=seed, name=name, progress=False,
+                on_batch=lambda done: advance(done.n_tokens),
+            ).frame  # fmt: skip
+    times = _times(models, _alike(source, n_tokens, batch, rounds + 1), rounds, seed)
+    frame = pd.DataFrame(
+        [{"model": name, **_size(model, whole[name]), **metrics[name], **times[name]} for name, model in models.items()]
+    )
+    frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
+    about = {"data": source.source, "data_sha256": source.digest, "packing": source.packing, "context": source.context,
+             "tokens": int(frame.tokens.iloc[0]), "batch": batch, "null": null, "rounds": rounds, "seed": seed,
+             "torch": torch.__version__, "threads": torch.get_num_threads()}  # fmt: skip
+    return Comparison(frame, _matched(tables), about)
+
+
+def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
+    kinds = [site.kind for site in find_sites(whole, qk=True)]
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."), "device": device,
+        "parameters": model.num_parameters(), "bytes": int(model.get_memory_footprint()),
+        "layernorms": kinds.count("layernorm"), "rmsnorms": kinds.count("rmsnorm"),
+    }  # fmt: skip
+
+
+def _alike(source: TokenStream, n_tokens: int | None, batch: int, most: int) -> list[TokenBatch]:
+    """The first batches of the shape of the first."""
+    found = list(itertools.islice(source.batches(n_tokens, batch), most))
+    return [chunk for chunk in found if chunk.ids.shape == found[0].ids.shape]
+
+
+def _times(
+    models: Mapping[str, PreTrainedModel], batches: Sequence[TokenBatch], rounds: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """Time every model's forward pass: each once a round on one batch, in random order, after a round to warm up."""
+    seconds, order = defaultdict[str, list[float]](list), random.Random(seed)
+    with ExitStack() as modes:
+        for model in models.values():
+            modes.enter_context(evaluating(model))
+        for number, chunk in zip(range(rounds + 1 if rounds else 0), itertools.cycle(batches), strict=False):
+            for name in order.sample(list(models), len(models)):
+                spent = _timed(models[name], chunk)
+                if number:
+                    seconds[name].append(spent)
+    if not rounds:
+        return {name: dict.fromkeys(("seconds", "time_ratio", "time_q25", "time_q75"), math.nan) for name in models}
+    base = np.array(seconds[next(iter(models))])
+    found = {}
+    for name in models:
+        q25, ratio, q75 = np.quantile(np.array(seconds[name]) / base, [0.25, 0.5, 0.75])
+        median = float(np.median(seconds[name]))
+        found[name] = {"seconds": median, "time_ratio": ratio, "time_q25": q25, "time_q75": q75}
+    return found
+
+
+def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
+    """Seconds of one forward pass."""
+    synchronize(*(places := devices(model)))
+    start = time.perf_counter()
+    with torch.inference_mode():
+        forward(model, chunk, vocabulary(model))
+    synchronize(*places)
+    return time.perf_counter() - start
+
+
+def _places(frame: pd.DataFrame) -> pd.DataFrame:
+    """The sites of a model, each with its place: stack, layer (-1: behind the last), role, and which of them."""
+    sites = frame.drop_duplicates("site")[["site", "stack", "layer", "role"]].copy()
+    sites["stack_index"] = pd.factorize(sites["stack"])[0]
+    sites["layer"] = sites.layer.where(sites.role != "final", -1)
+    key = ["stack_index", "layer", "role"]
+    sites["place"] = list(zip(*(sites[c] for c in key), sites.groupby(key).cumcount(), strict=True))
+    return sites
+
+
+def _matched(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The tables below each other, every site with the reference's site of its name, or else of its place."""
+    first = _places(next(iter(tables.values())))
+    parts = []
+    for frame in tables.values():
+        sites = _places(frame)
+        named = set(sites.site) & set(first.site)
+        free = {place: site for place, site in zip(first.place, first.site, strict=True) if site not in named}
+        match = {s: s if s in named else free.get(p) for s, p in zip(sites.site, sites.place, strict=True)}
+        index = dict(zip(sites.site, sites.stack_index, strict=True))
+        parts.append(frame.assign(reference_site=frame.site.map(match), stack_index=frame.site.map(index)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: no NaN, no infinity, no numpy."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare_run(
+    a: str,
+    b: str,
+    out: Path,
+    *,
+    data: str | None = None,
+    n_tokens: int | None = None,
+    context: int | None = None,
+    batch: int = 8,
+    naive: bool = False,
+    device: str = "auto",
+    dtype: str | None = None,
+    null: int = 256,
+    rounds: int = 7,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    announce: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+) -> Comparison:
+    """Load two models by name, compare them and write the result to a directory, which appears whole or not at all.
+
+    Args:
+        a: the reference: hub id, local directory, or embedded name.
+        b: the other model.
+        out: the directory; an empty one may exist.
+        data: what `load_tokens` takes; None is the sample for the embedded models, else Wikipedia.
+        n_tokens: exactly so many; None is 20,000, or all of them where there are fewer.
+        context: tokens that a model sees together; None is up to 1024.
+        batch: contexts that go through a model together.
+        naive: add `a` with its LayerNorms swapped for RMSNorms and nothing recentered.
+        device: what `usable_device` takes.
+        dtype: what `pick_dtype` takes.
+        null: random directions in the null ensemble.
+        rounds: how often every model is timed; 0 for never.
+        seed: of the random directions and of the order of the rounds.
+        trust_remote_code: run the modelling code of the repositories.
+        announce: called with one line that says what will be compared.
+        progress: show a progress bar.
+
+    Raises:
+        RunError: the directory holds something, or cannot be written.
+        ConversionError: `naive`, and the reference has no LayerNorm.
+        NormGeoError: whatever is wrong with a model, the data or a number.
+    """
+    _check_writable(out)
+    for name, value, least in (("tokens", n_tokens, 1), ("context", context, 1), ("batch", batch, 1), ("null", null, 0),
+                               ("rounds", rounds, 0), ("seed", seed, 0)):  # fmt: skip
+        if value is not None and value < least:
+            raise NormGeoError(f"--{name} must be at least {least}, received {value}")
+    device = usable_device(device)
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
+    models = {
+        label: load_model(name, device=device, **options) for label, name in zip(_labels(a, b), (a, b), strict=True)
+    }
+    data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
+    longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
+    is_ids = data.endswith(".npy")
+    tokenizer = None if is_ids else _shared_tokenizer((a, b), trust_remote_code)
+    tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
+    if naive:
+        first = next(iter(models))
+        models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
+    if n_tokens is None:
+        tokens, n_tokens = tokens.counted(DEFAULT_TOKENS)
+    announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
+    result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
+                     progress=progress)  # fmt: skip
+    weights = {name: weights_digest(model) for name, model in models.items()}
+    result = replace(result, about=result.about | {"weights_sha256": weights})
+    with _appearing_whole(out) as scratch:
+        result.save(scratch)
+    return result
+
+
+def default_out(a: str, b: str) -> Path:
+    """`runs/compare-<A>-<B>-<date>`, with a number behind it where that is taken."""
+    names = "-".join(Path(name).resolve().name for name in (a, b))
+    return numbered(Path("runs") / f"compare-{names}-{datetime.date.today()}")
+
+
+def _labels(a: str, b: str) -> tuple[str, str]:
+    """What two models are called: directories by their own name, unless that is the other's name too."""
+    short = [name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name for name in (a, b)]
+    if short[0] != short[1]:
+        return short[0], short[1]
+    return (a, b) if a != b else (a, f"{b} (again)")
+
+
+def _shared_tokenizer(names: tuple[str, str], trust_remote_code: bool) -> Any:
+    """The tokenizer of both models, or of the one that has one.
+
+    Raises:
+        DataError: they have different vocabularies.
+    """
+    first, second = (load_tokenizer(name, trust_remote_code=trust_remote_code) for name in names)
+    if first is not None and second is not None and first.get_vocab() != second.get_vocab():
+        raise DataError(
+            f"the tokenizers of {names[0]} and {names[1]} have different vocabularies ({len(first):,} and "
+            f"{len(second):,} tokens); compare models with the same tokenizer, or give token ids as .npy"
+        )
+    return second if first is None else first
+
+
+def _check_writable(out: Path) -> None:
+    if taken(out):
+        raise RunError(f"{out} exists and is not an empty directory; give another --out")
+    check_folder(out)
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A directory next to `out` to write into, which takes its place when everything is written."""
+    scratch = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        os.replace(scratch, out)
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error.strerror or error}; give another --out") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

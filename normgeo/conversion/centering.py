@@ -1,0 +1,119 @@
+r"""Centering: writers once and for all, and explicit recenters where a mean comes from no parameter.
+
+What writes into a stream is centered in float64 (*Pre-RMSNorm* lemma 3.1). A mean that is left (gamma * y of an
+embedding LayerNorm, a convolution's GELU, the residual of a Post-LN block) is removed from the earliest activation of
+which no output of the model sees the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from normgeo.conversion.gauge import INVISIBLE, Gauge, center
+from normgeo.conversion.probing import Place, outputs_of, site_inputs
+from normgeo.converted import recenter_at
+from normgeo.sites import NormSite
+
+__all__ = ["SIDE", "center_all", "center_writers", "mean_share", "recenter_sources", "site_means"]
+
+SIDE = ("qk", "inner", "head")
+"""Roles of norms off the main branch."""
+
+
+def center_all(
+    exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], recipe: dict[str, Any]
+) -> dict[str, float]:
+    """Center all that writes; the mean that is left at each LayerNorm."""
+    center_writers(dict(exact.named_parameters()), gauge)
+    for name, axis in gauge.tables:
+        center(exact.get_buffer(name), axis)
+    recipe["tables"] = [name for name, _ in gauge.tables]
+    places = recenter_sources(exact, gauge, inputs)
+    recipe["recenter"] = [[*place, "keep"] for place in places]
+    return site_means(exact, gauge.layernorms, inputs)
+
+
+@torch.no_grad()
+def center_writers(parameters: dict[str, Tensor], gauge: Gauge) -> None:
+    """Center the writers among these parameters in place; where v scales what W writes, W becomes v W - mean(v W)."""
+    for shift in gauge.writers:
+        if shift.parameter in parameters:
+            center(parameters[shift.parameter], shift.axis)
+    for shift, scale in gauge.scaled.items():
+        if shift.parameter in parameters:
+            parameter = parameters[shift.parameter]
+            shape = [-1 if axis == shift.axis else 1 for axis in range(parameter.ndim)]
+            exact = parameter.double() * parameters[scale].double().view(shape)
+            parameter.copy_(exact - exact.mean(shift.axis, keepdim=True))
+    for scale in set(gauge.scaled.values()) & set(parameters):
+        parameters[scale].fill_(1.0)
+
+
+def mean_share(x: Tensor) -> float:
+    """Largest |mean| of a vector relative to the rms of all."""
+    x = x.double()
+    scale = x.pow(2).mean().sqrt().item()
+    return x.mean(-1).abs().max().item() / scale if scale > 0 else 0.0
+
+
+def site_means(exact: PreTrainedModel, sites: list[NormSite], inputs: dict[str, Tensor]) -> dict[str, float]:
+    """The largest mean share of what each site is given."""
+    with site_inputs(exact, sites) as given:
+        outputs_of(exact, inputs)
+    return {name: max(map(mean_share, tensors), default=0.0) for name, tensors in given.items()}
+
+
+def recenter_sources(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Place]:
+    """Recenter activations, earliest first, until no mean that nothing sees reaches a norm; where that was."""
+    main = [site for site in gauge.layernorms if site.role not in SIDE]
+    done: list[Place] = []
+    waiting = list(gauge.invisible)
+    means = site_means(exact, main, inputs)
+    while left := {name for name, mean in means.items() if mean >= INVISIBLE}:
+        source = _first_with_mean(exact, waiting, inputs)
+        if source is None:
+            break
+        waiting.remove(source)
+        handle = recenter_at(exact, *source)
+        after = site_means(exact, main, inputs)
+        if any(after[name] < 0.9 * means[name] for name in left):
+            done.append(source)
+            means = after
+        else:
+            handle.remove()
+    return done
+
+
+def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[str, Tensor]) -> Place | None:
+    """The first of these places, in the order of the pass, where there is a mean."""
+    found: list[Place] = []
+    handles: list[RemovableHandle] = []
+
+    def look(place: Place, value: Any) -> None:
+        if isinstance(value, Tensor) and mean_share(value) >= INVISIBLE:
+            found.append(place)
+
+    def watch(place: Place, module: nn.Module) -> RemovableHandle:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            at = place.argument
+            look(place, kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            look(place, output[0] if isinstance(output, (tuple, list)) else output)
+
+        if place.side == "input":
+            return module.register_forward_pre_hook(before, with_kwargs=True)
+        return module.register_forward_hook(after)
+
+    try:
+        handles += [watch(place, exact.get_submodule(place.module)) for place in places]
+        outputs_of(exact, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

@@ -1,0 +1,198 @@
+"""Certificates: how equal two models are, in float64 and in their own dtype."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from normgeo.conversion.probing import outputs_of
+from normgeo.conversion.reaching import reaching_inputs, without_effect
+from normgeo.errors import ModelError
+from normgeo.examples import several_inputs
+from normgeo.sites import evaluating
+
+__all__ = ["Certificate", "certificate_inputs", "certify", "listed"]
+
+EXACT = 1e-10
+SINGLE = 1e-5
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How equal a converted model is to its original.
+
+    Attributes:
+        passed: the float64 outputs agree within `tolerance`, and at least one norm was replaced.
+        error_abs, error_rel: worst absolute error of any output in float64, and relative to its largest value.
+        tolerance: 1e-10, or 1e-5 for a model that computes in float32 inside, also when it is given float64.
+        single_inside: whether it does.
+        inputs: shapes of the inputs compared.
+        own_dtype: the models' own dtype.
+        own_error: worst relative error of the converted model in its own dtype, against the original in float64.
+        original_error: the same of the original: what rounding alone does.
+        kl: mean Kullback-Leibler divergence (nats) of the last-axis softmax of the first output, in the own dtype.
+        top1: share of positions where both prefer the same index.
+        perplexity_original, perplexity_converted: of the next token, in the own dtype, for a causal model on real text.
+        tokens: how many tokens of real text were compared; 0 when only made-up inputs were.
+        site_mean: largest |mean| / rms of what a replaced norm is given, in float64.
+        replaced, kept, untouched, recentered: how many.
+        unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether
+            they write into a stream is not known: for inputs that reach them the certificate says nothing.
+    """
+
+    passed: bool
+    error_abs: float
+    error_rel: float
+    tolerance: float
+    single_inside: bool
+    inputs: tuple[str, ...]
+    own_dtype: str
+    own_error: float
+    original_error: float
+    kl: float
+    top1: float
+    perplexity_original: float | None
+    perplexity_converted: float | None
+    tokens: int
+    site_mean: float
+    replaced: int
+    kept: int
+    untouched: int
+    recentered: int
+    unreached: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The fields as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def table(self) -> str:
+        """The fields as lines a person reads."""
+        shown = asdict(self) | {"unreached": listed(self.unreached) or None}
+        rows = [(name.replace("_", " "), value) for name, value in shown.items()]
+        width = max(len(name) for name, _ in rows)
+        precise = {"perplexity original", "perplexity converted"}
+        show = lambda n, v: v if not isinstance(v, float) else f"{v:.6f}" if n in precise else f"{v:.3g}"  # noqa: E731
+        return "\n".join(f"{n:<{width}}  {show(n, v)}" for n, v in rows if v is not None)
+
+
+def listed(names: Sequence[str]) -> str:
+    """How many names there are, and the first three."""
+    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
+
+
+class _SingleInside(TorchDispatchMode):
+    """Notices whether anything is computed in a narrower floating-point type than float64."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self.found = True
+        return out
+
+
+def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Inputs to compare on, each with its own random content: several lengths, and one that reaches all it can.
+
+    None where only a user can make them.
+    """
+    try:
+        return [*several_inputs(model), reaching_inputs(model, seed=1)]
+    except ModelError:
+        return []
+
+
+def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
+    absolute = relative = 0.0
+    for x, y in zip(a, b, strict=True):
+        difference = (x.double() - y.double()).abs().max().item()
+        absolute = max(absolute, difference)
+        relative = max(relative, difference / max(x.double().abs().max().item(), 1e-300))
+    return absolute, relative
+
+
+class _OwnDtype:
+    """What two models give in their own dtype, batch by batch."""
+
+    def __init__(self, original: PreTrainedModel, converted: PreTrainedModel) -> None:
+        self.models = original, converted
+        self.base = self.own = self.kl = self.top1 = 0.0
+        self.losses, self.tokens, self.batches = [0.0, 0.0], 0, 0
+        self.causal = original.can_generate() and not original.config.is_encoder_decoder
+
+    def add(self, batch: dict[str, Tensor], truth: list[Tensor], *, real: bool) -> None:
+        with evaluating(self.models[0]), evaluating(self.models[1]):
+            first, second = (outputs_of(model, batch) for model in self.models)
+        self.base, self.own = max(self.base, _worst(truth, first)[1]), max(self.own, _worst(truth, second)[1])
+        which = next((i for i, x in enumerate(first) if x.ndim), None)  # a loss comes before the logits
+        if which is None:
+            return
+        p, q = first[which].double().log_softmax(-1), second[which].double().log_softmax(-1)
+        self.kl += (p.exp() * (p - q)).sum(-1).mean().item()
+        self.top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+        self.batches += 1
+        if real and "input_ids" in batch and self.causal:
+            ids = batch["input_ids"]
+            self.tokens += ids[:, 1:].numel()
+            for i, log in enumerate((p, q)):
+                self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None].to(log.device)).sum().item()
+
+    def perplexity(self, which: int) -> float | None:
+        return math.exp(self.losses[which] / self.tokens) if self.tokens else None
+
+
+@torch.no_grad()
+def certify(
+    original64: PreTrainedModel,
+    converted64: PreTrainedModel,
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    inputs: Sequence[dict[str, Tensor]],
+    *,
+    site_mean: float,
+    counts: dict[str, int],
+    real: Sequence[dict[str, Tensor]] = (),
+    unreached: Sequence[str] = (),
+) -> Certificate:
+    """Compare a conversion with its original, both in float64 and in their own dtype.
+
+    Args:
+        original64: the original in float64; `converted64` the conversion.
+        converted64: the conversion in float64.
+        original: the original in its own dtype.
+        converted: the conversion in the same dtype.
+        inputs: made-up inputs of several lengths.
+        site_mean: largest mean share at a replaced norm.
+        counts: how many norms were replaced, kept, untouched, and places recentered.
+        real: batches of real text (`input_ids`), which are compared as well, and give the perplexity.
+        unreached: parameters that the inputs before these did not reach.
+
+    Raises:
+        ModelError: an output is NaN or infinite.
+    """
+    absolute = relative = 0.0
+    own = _OwnDtype(original, converted)
+    with _SingleInside() as watch:
+        outputs_of(original64, inputs[0])
+    for number, batch in enumerate([*inputs, *real]):
+        truth = outputs_of(original64, batch)
+        a, r = _worst(truth, outputs_of(converted64, batch))
+        absolute, relative = max(absolute, a), max(relative, r)
+        own.add(batch, truth, real=number >= len(inputs))
+    tolerance = SINGLE if watch.found else EXACT
+    shapes = [", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in [*inputs, *real]]
+    return Certificate(
+        relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
+        tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
+        own.kl / max(own.batches, 1), own.top1 / max(own.batches, 1), own.perplexity(0), own.perplexity(1), own.tokens,
+        site_mean, **counts, unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Converted models as Hugging Face checkpoints that load anywhere without this package.
+
+A checkpoint is the weights as safetensors, the native configuration with the recipe in it, and a small modelling file
+that builds the native model and gives it the recipe's structure; `auto_map` names it, so that
+
+    AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+
+needs torch and transformers alone. Its `model_type` is its own: nothing loads it as the native model by mistake. Where
+the converted model is a native architecture (norms without affine in Llama's layout) it is saved as that, without code.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from normgeo import converted, models, norms
+from normgeo.conversion.convert import Conversion
+from normgeo.conversion.native import native_model
+from normgeo.converted import PREFIX
+from normgeo.errors import ConversionError
+from normgeo.system.files import taken
+
+__all__ = ["auto_map", "describe", "native_class", "new_directory", "save", "write_config"]
+
+TEMPLATE = """
+
+# --- this checkpoint's model ------------------------------------------------------------------------------------------
+
+from {config_module} import {config}  # noqa: E402
+from {model_module} import {model}  # noqa: E402
+
+
+class ConvertedConfig({config}):
+    model_type = "{model_type}"
+
+
+class ConvertedModel({model}):
+    config_class = ConvertedConfig
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        rebuild(self, config.normgeo)
+"""
+
+
+@contextmanager
+def new_directory(out: Path, *, keep: bool = True) -> Iterator[Path]:
+    """A directory that appears under its name when everything in it is written, or not at all (never, unless kept).
+
+    Raises:
+        ConversionError: it exists and is not empty, or the disk is full or not writable.
+    """
+    if taken(out):
+        raise ConversionError(f"{out} exists already; choose another directory, nothing was written")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise ConversionError(f"cannot write to {out.parent}: {error.strerror}") from error
+    try:
+        yield scratch
+        if not keep:
+            return
+        scratch.chmod(0o755)
+        for path in scratch.iterdir():
+            path.chmod(0o644)
+        if out.exists():
+            out.rmdir()
+        scratch.rename(out)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ConversionError(
+            f"cannot write {out}: {'the disk is full' if full else error}; nothing was left behind"
+        ) from error
+    except Exception as error:
+        if "No space left" in str(error):  # safetensors wraps what the system says
+            raise ConversionError(f"cannot write {out}: the disk is full; nothing was left behind") from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save(
+    conversion: Conversion, out: Path | str, *, extras: list[Any] | tuple[Any, ...] = (), shard: str = "5GB"
+) -> str:
+    """Save a converted model; everything or nothing.
+
+    Args:
+        conversion: what `convert` gave, certified.
+        out: a new directory.
+        extras: tokenizer, image processor and the like, saved along.
+        shard: largest size of a file.
+
+    Returns:
+        How to load it: `native` (plain transformers) or `remote` (with trust_remote_code=True).
+
+    Raises:
+        ConversionError: the certificate has not passed, the directory exists, the model's code is not part of
+            transformers, or the disk is full.
+    """
+    if not conversion.certificate.passed:
+        raise ConversionError("the certificate did not pass; such a model is not saved")
+    model = conversion.model
+    native = native_model(conversion)
+    with new_directory(Path(out)) as folder:
+        if native is not None:
+            native.save_pretrained(folder, max_shard_size=shard)
+        else:
+            write_config(model.config, type(model), conversion.recipe, folder, model.dtype)
+            state = {name: value.detach().contiguous().cpu() for name, value in model.state_dict().items()}
+            save_torch_state_dict(state, folder, max_shard_size=shard, metadata={"format": "pt"})
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(folder)  # pyright: ignore
+        for extra in extras:
+            extra.save_pretrained(folder)
+        (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
+    return "remote" if native is None else "native"
+
+
+def describe(conversion: Conversion) -> dict[str, Any]:
+    """What was done and how equal it is, as JSON."""
+    return {
+        "to": conversion.recipe["to"],
+        "certificate": asdict(conversion.certificate),
+        "replaced": [site.key for site in conversion.replaced],
+        "kept": conversion.kept,
+        "untouched": [site.key for site in conversion.untouched],
+        "recentered": [list(place) for place in conversion.recentered],
+    }
+
+
+def auto_map(cls: type) -> dict[str, str]:
+    """The Auto classes of transformers that load this class."""
+    tables = {
+        id(getattr(modeling_auto, name.removesuffix("_NAMES"), None))
+        for name, mapping in vars(modeling_auto).items()
+        if name.startswith("MODEL_") and name.endswith("MAPPING_NAMES") and cls.__name__ in _names(mapping)
+    }
+    kinds = {
+        name for name, auto in vars(modeling_auto).items()
+        if name.startswith("AutoModel") and id(getattr(auto, "_model_mapping", None)) in tables
+    }  # fmt: skip
+    found = dict.fromkeys(sorted(kinds) or ["AutoModel"], "modeling_normgeo.ConvertedModel")
+    return {"AutoConfig": "modeling_normgeo.ConvertedConfig", **found}
+
+
+def _names(mapping: dict[str, Any]) -> list[str]:
+    return [name for value in mapping.values() for name in (value if isinstance(value, (tuple, list)) else [value])]
+
+
+def native_class(cls: type) -> type:
+    """The class of transformers that this is, or was before it was converted.
+
+    Raises:
+        ConversionError: the model's code is not part of transformers.
+    """
+    for base in cls.__mro__:
+        if base.__module__.startswith("transformers."):
+            return base
+        if not base.__module__.endswith((converted.__name__, "modeling_normgeo", models.__name__)):
+            break
+    raise ConversionError(
+        f"{cls.__name__} comes with its own code, and a checkpoint cannot rely on that; use the converted model in "
+        "memory, or save its state_dict"
+    )
+
+
+def write_config(config: PretrainedConfig, cls: type, recipe: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json and the modelling files.
+
+    Raises:
+        ConversionError: the model's code is not part of transformers.
+    """
+    cls, settings = native_class(cls), native_class(type(config))
+    model_type = PREFIX + str(config.model_type).removeprefix(PREFIX)
+    raw = config.to_dict() | {
+        "model_type": model_type, "auto_map": auto_map(cls), "architectures": [cls.__name__], "normgeo": recipe,
+        "dtype": str(dtype).removeprefix("torch."), "transformers_version": transformers.__version__,
+    }  # fmt: skip
+    raw.pop("_name_or_path", None)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))
+    names = {
+        "config_module": settings.__module__, "config": settings.__name__, "model_module": cls.__module__,
+        "model": cls.__name__, "model_type": model_type,
+    }  # fmt: skip
+    code = inspect.getsource(converted).replace("from normgeo.norms import", "from .normgeo_norms import")
+    (folder / "modeling_normgeo.py").write_text(code + TEMPLATE.format(**names))
+    (folder / "normgeo_norms.py").write_text(inspect.getsource(norms))

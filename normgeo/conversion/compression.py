@@ -1,0 +1,249 @@
+r"""Folding of gamma and beta into the readers of a norm, and compression to width d - 1 (*Pre-RMSNorm* section 3.2).
+
+With z = gamma * y + beta read as W z + b, W' = W diag(gamma) and b' = b + W beta read y itself, which has zero mean, so
+that its last number is redundant: W' y = (W' - w_d 1^T) y for the last column w_d (eq. 6), a matrix whose last column
+is zero and can be dropped. Writers drop their last row, and CRMSNorm (eq. 5) does without the last number.
+
+A norm whose readers are not all known parameters (a model's own output, an embedding norm that is read by the stream)
+keeps gamma and beta and gives all d numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.conversion.gauge import INVISIBLE, Gauge, Reader, Shift
+from normgeo.conversion.probing import outputs_of, same, site_inputs
+from normgeo.conversion.reaching import beside
+from normgeo.converted import add_bias, rebuild, reshape
+from normgeo.errors import ConversionError
+
+__all__ = ["compress", "expand", "fold"]
+
+
+def _along(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
+    return vector.view([-1 if a == axis else 1 for a in range(parameter.ndim)])
+
+
+# --- folding ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fold(
+    exact: PreTrainedModel, gauge: Gauge, names: set[str], inputs: dict[str, Tensor], recipe: dict[str, Any]
+) -> None:
+    """Fold gamma and beta of these norms into their readers where outputs stay equal; the recipe notes where."""
+    truth = outputs_of(exact, inputs)
+    readers: dict[str, list[Reader]] = {name: [] for name in names}
+    for reader in gauge.readers:
+        if reader.norm in readers:
+            readers[reader.norm].append(reader)
+    recipe["biases"], recipe["readers"], recipe["folded"] = [], [], []
+    for name, group in readers.items():
+        if not group or sum(site.name == name for site in gauge.sites) != 1:
+            continue  # nothing known reads it, or it is called more than once
+        undo, biases = _fold_one(exact, name, group)
+        if same(truth, outputs_of(exact, inputs), INVISIBLE) and _reads_all(exact, group, inputs, truth):
+            spec = recipe["norms"][name]
+            recipe["norms"][name] = spec | {"affine": False, "bias": False, "offset": 0.0}
+            recipe["folded"].append(name)
+            recipe["biases"] += biases
+            recipe["readers"] += [[r.parameter, r.axis] for r in group]
+        else:
+            undo()
+
+
+def _fold_one(exact: PreTrainedModel, name: str, group: list[Reader]) -> tuple[Any, list[str]]:
+    """Fold one norm; what undoes it, and the modules that got a bias."""
+    norm: Any = exact.get_submodule(name)
+    weight, beta = norm.weight, norm.bias
+    gamma = None if weight is None else weight + norm.offset
+    kept: dict[str, Tensor] = {}
+    new: list[str] = []
+    for parameter_name, axis, _ in group:
+        parameter = exact.get_parameter(parameter_name)
+        kept[parameter_name] = parameter.clone()
+        if beta is not None:
+            shift = (parameter * _along(beta, parameter, axis)).sum(axis)
+            bias = _bias_of(exact, parameter_name, shift, new)
+            if bias is not None:
+                kept[bias] = exact.get_parameter(bias).clone()
+                exact.get_parameter(bias).add_(shift)
+        if gamma is not None:
+            parameter.mul_(_along(gamma, parameter, axis))
+    norm.weight = norm.bias = None
+
+    def undo() -> None:
+        norm.weight, norm.bias = weight, beta
+        for key, value in kept.items():
+            exact.get_parameter(key).copy_(value)
+        for module in new:
+            exact.get_submodule(module).register_parameter("bias", None)
+
+    return undo, new
+
+
+def _bias_of(exact: PreTrainedModel, name: str, like: Tensor, new: list[str]) -> str | None:
+    """The bias that goes with a weight; a linear layer that has none gets one."""
+    owner, _, last = name.rpartition(".")
+    module = exact.get_submodule(owner)
+    bias = last.replace("weight", "bias")
+    if bias != last and getattr(module, bias, None) is None and isinstance(module, nn.Linear):
+        add_bias(module)
+        new.append(owner)
+    found = getattr(module, bias, None) if bias != last else None
+    return f"{owner}.{bias}" if isinstance(found, Tensor) and found.shape == like.shape else None
+
+
+def _reads_all(exact: PreTrainedModel, group: list[Reader], inputs: dict[str, Tensor], truth: list[Tensor]) -> bool:
+    """Whether nothing else reads the norm: then the readers may forget the component of their input along 1."""
+    parameters = [(exact.get_parameter(p), axis) for p, axis, _ in group]
+    kept = [p.clone() for p, _ in parameters]
+    name = group[0].norm
+    handle = exact.get_submodule(name).register_forward_hook(_last_dropped)
+    for parameter, axis in parameters:
+        parameter.sub_(parameter.narrow(axis, parameter.shape[axis] - 1, 1).clone())
+    try:
+        return same(truth, outputs_of(exact, inputs), INVISIBLE)
+    finally:
+        handle.remove()
+        for (parameter, _), value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+
+
+def _last_dropped(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.nn.functional.pad(output[..., :-1], (0, 1))
+
+
+# --- compression ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compress(
+    exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], recipe: dict[str, Any], *, padded: bool
+) -> None:
+    """Drop (or set to zero) the last number of every stream of a centered, folded model.
+
+    Raises:
+        ConversionError: the model cannot do without it.
+    """
+    truth = outputs_of(exact, inputs)
+    writers = [*_downstream(exact, gauge, inputs), *gauge.tables]
+    recipe["writers"] = [list(shift) for shift in writers]
+    recipe["scales"] = sorted(set(gauge.scaled.values()))
+    for name, axis in recipe["readers"]:
+        parameter = exact.get_parameter(name)
+        parameter.sub_(parameter.narrow(axis, parameter.shape[axis] - 1, 1).clone())
+    for name, axis in writers:
+        _tensor(exact, name).narrow(axis, _tensor(exact, name).shape[axis] - 1, 1).zero_()
+    for name, spec in recipe["norms"].items():
+        _renew(exact, name, spec, {"kind": "crmsnorm", "padded": True, "expand": name not in recipe["folded"]})
+    for place in recipe["recenter"]:
+        place[3] = "pad"
+    _hooks_again(exact, recipe)
+    if not same(truth, outputs_of(exact, inputs), INVISIBLE):
+        raise ConversionError("a stream is read by something that is no norm: it cannot be compressed")
+    if not padded:
+        _narrow(exact, [*writers, *map(_shift, recipe["readers"])], gauge, recipe)
+        _check_narrow(exact, inputs, truth)
+
+
+def _downstream(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Shift]:
+    """The writers that no explicit recenter follows: what is recentered later has to be whole until then."""
+    writers = [*gauge.writers, *gauge.scaled]
+    if not writers:  # every mean is removed explicitly
+        return []
+    parameters = [exact.get_parameter(name).requires_grad_(True) for name, _ in writers]
+    with torch.enable_grad(), site_inputs(exact, gauge.layernorms) as given:
+        outputs_of(exact, inputs)
+        means = [x.mean(-1) for tensors in given.values() for x in tensors]
+        total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
+        moved = torch.autograd.grad(total, parameters, allow_unused=True)
+    sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
+    kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
+
+    def as_beside(shift: Shift) -> bool:
+        _, rest, others = beside(exact, shift.parameter)
+        return any(Shift(f"{other}.{rest}", shift.axis) in kept for other in others)
+
+    return [s for s in writers if s in kept or (s.parameter in gauge.unreached and as_beside(s))]
+
+
+def _shift(pair: list[Any]) -> Shift:
+    return Shift(*pair)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(owner), last)
+
+
+def _renew(exact: nn.Module, name: str, spec: dict[str, Any], change: dict[str, Any]) -> None:
+    """Change what a norm is, and keep its gamma and beta."""
+    old: Any = exact.get_submodule(name)
+    values = old.weight, old.bias
+    spec |= change
+    rebuild(exact, {"norms": {name: spec}})
+    new: Any = exact.get_submodule(name)
+    for target, value in zip((new.weight, new.bias), values, strict=True):
+        if target is not None:
+            target.copy_(value)
+
+
+def _hooks_again(exact: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    for module, *_ in recipe["recenter"]:
+        where = exact.get_submodule(module)
+        where._forward_hooks.clear()
+        where._forward_pre_hooks.clear()
+    rebuild(exact, {"norms": {}, "recenter": recipe["recenter"]})
+
+
+def _narrow(exact: PreTrainedModel, shifts: list[Shift], gauge: Gauge, recipe: dict[str, Any]) -> None:
+    for name, axis in shifts:
+        value = _tensor(exact, name)
+        reshape(exact, name, value.narrow(axis, 0, value.shape[axis] - 1).clone())
+    for name in recipe["scales"]:
+        reshape(exact, name, _tensor(exact, name)[:-1].clone())
+    for name, spec in recipe["norms"].items():
+        _renew(exact, name, spec, {"d": spec["d"] - 1, "padded": False})
+    for place in recipe["recenter"]:
+        place[3] = "drop"
+    _hooks_again(exact, recipe)
+
+
+def _check_narrow(exact: PreTrainedModel, inputs: dict[str, Tensor], truth: list[Tensor]) -> None:
+    hint = "the model's code relies on the stream's width; compress with padded=True"
+    try:
+        outputs = outputs_of(exact, inputs)
+    except Exception as error:  # whatever a reshape raises at another width
+        raise ConversionError(f"{hint} ({type(error).__name__}: {str(error)[:200]})") from error
+    if not same(truth, outputs, INVISIBLE):
+        raise ConversionError(hint)
+
+
+@torch.no_grad()
+def expand(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """The inverse of `compress`, in place: all d numbers of every stream, and RMSNorms."""
+    padded = any(spec["padded"] for spec in recipe["norms"].values())
+    for name, axis in recipe["writers"]:
+        value = _tensor(model, name)
+        value = value.narrow(axis, 0, value.shape[axis] - padded)
+        reshape(model, name, torch.cat([value, -value.sum(axis, keepdim=True)], axis))
+    for name, axis in [] if padded else [*recipe["readers"], *([name, 0] for name in recipe["scales"])]:
+        value = _tensor(model, name)
+        last = torch.zeros_like(value.narrow(axis, 0, 1)) + (name in recipe["scales"])
+        reshape(model, name, torch.cat([value, last], axis))
+    for name, spec in recipe["norms"].items():
+        wide = spec["d"] + (not spec.pop("padded"))
+        spec.pop("expand")
+        _renew(model, name, spec, {"kind": "rmsnorm", "d": wide})
+    for place in recipe["recenter"]:
+        place[3] = "keep"
+    _hooks_again(model, recipe)
+    recipe["to"] = "rmsnorm"
+    for key in ("writers", "readers", "scales"):
+        recipe.pop(key)

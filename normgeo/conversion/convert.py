@@ -1,0 +1,367 @@
+r"""Conversion of any Pre-LN transformer to an equivalent Pre-RMSNorm or Pre-CRMSNorm one (*Pre-RMSNorm* section 3).
+
+1. Center every writer of the gauge in float64 (lemma 3.1), scales like LayerScale folded into it first.
+2. Where a stream still has a mean that no parameter carries (an embedding LayerNorm's gamma * y, a Post-LN block's
+   residual), recenter the earliest activation whose mean no output of the model sees.
+3. Replace every LayerNorm whose input then has zero mean by RMSNorm with the same gamma, beta and eps.
+4. For CRMSNorm, or when asked, fold gamma and beta into the readers; for CRMSNorm drop what is redundant (section 3.2).
+5. Certify the result; a conversion that is not equal is an error and gives no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from normgeo.conversion.centering import SIDE, center_all
+from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
+from normgeo.conversion.checks import check_inputs, check_model
+from normgeo.conversion.compression import compress, expand, fold
+from normgeo.conversion.gauge import INVISIBLE, Gauge, find_gauge
+from normgeo.conversion.probing import Place, float64_copy, outputs_of, same, tied, untie
+from normgeo.conversion.reaching import reaching_inputs
+from normgeo.conversion.shallow import shallow_gauge
+from normgeo.conversion.trainable import parametrized
+from normgeo.converted import rebuild
+from normgeo.errors import ConversionError, ModelError, NormGeoError
+from normgeo.models import saved_elsewhere
+from normgeo.sites import NormSite, find_sites
+
+__all__ = ["Conversion", "convert", "decompress"]
+
+
+LARGE = 1_000_000_000
+"""Above so many parameters the gauge is found on a copy of the architecture with few layers."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model and what was done to it.
+
+    Attributes:
+        model: the converted copy, in the original's dtype.
+        certificate: how equal it is.
+        replaced: sites that are RMSNorm or CRMSNorm now.
+        kept: sites of the main branch that stay LayerNorm, and why.
+        untouched: norms off the main branch (q/k norms, a head's own norm) that stay as they are.
+        recentered: places that are recentered explicitly; each costs what mean subtraction cost in one LayerNorm.
+        recipe: the structure of the converted model, as `converted.rebuild` takes it.
+    """
+
+    model: PreTrainedModel
+    certificate: Certificate
+    replaced: tuple[NormSite, ...]
+    kept: dict[str, str]
+    untouched: tuple[NormSite, ...]
+    recentered: tuple[Place, ...]
+    recipe: dict[str, Any]
+
+
+@torch.no_grad()
+def convert(
+    model: PreTrainedModel,
+    to: str = "rmsnorm",
+    inputs: dict[str, Tensor] | None = None,
+    *,
+    keep_tie: bool = False,
+    fold_affine: bool = False,
+    padded: bool = False,
+    trainable: bool = False,
+    gauge: Gauge | None = None,
+    certify_on: Sequence[dict[str, Tensor]] = (),
+) -> Conversion:
+    """Convert the LayerNorms of a model to RMSNorms or CRMSNorms without changing its outputs.
+
+    Args:
+        model: any transformers model; it is never changed.
+        to: `rmsnorm`; `crmsnorm`: streams of width d - 1; or `naive-rmsnorm`: swap the norms and recenter nothing. The
+            naive swap is not equal and is not certified as such; it is there for comparison.
+        inputs: a small input that reaches all that writes; made from the configuration when None.
+        keep_tie: keep a head tied to a centered embedding, through a correction of rank one; else it is untied.
+        fold_affine: fold gamma and beta into what reads the norm, where that is possible (always so for CRMSNorm).
+        padded: for CRMSNorm keep width d, the last number zero: for devices that are slow at odd widths.
+        trainable: give a model that trains as the original does: writers are parametrized as center(V), or recentered
+            behind dropout and scales. `trainable.bake` makes plain weights of it for inference.
+        gauge: the model's gauge, where it is known already.
+        certify_on: batches of real text (`input_ids`) for the certificate, beside made-up inputs of several lengths.
+
+    Raises:
+        ConversionError: there is no LayerNorm, none could be replaced, the weights are not plain numbers, or the
+            certificate failed.
+        ModelError: outputs are NaN, or random.
+
+    >>> from normgeo import convert, load_model
+    >>> conversion = convert(load_model("embedded-layernorm"))
+    >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
+    (13, (), True)
+    """
+    check_model(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
+    check_inputs([*([] if inputs is None else [inputs]), *certify_on])
+    inputs = reaching_inputs(model) if inputs is None else inputs
+    if gauge is None:
+        gauge = _gauge(model, inputs, trainable)
+    if not gauge.layernorms:
+        raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
+    if trainable:
+        return _trainable(model, gauge, inputs, certify_on)
+    exact = float64_copy(model)
+    recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
+    means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
+    chosen, kept, untouched = _sorted(gauge, means, to)
+    centered = to != "naive-rmsnorm"
+    recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site, centered) for site in chosen}
+    _replace(exact, chosen, recipe)
+    if to == "crmsnorm" or fold_affine:
+        fold(exact, gauge, {site.name for site in chosen}, inputs, recipe)
+    if to == "crmsnorm":
+        if kept:
+            raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(kept))
+        compress(exact, gauge, inputs, recipe, padded=padded)
+    converted = _in_dtype(model, exact, recipe, keep_tie)
+    as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
+    recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
+    counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
+    with _widths_explained(to, padded):
+        certificate = certify(
+            float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
+            site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
+            real=certify_on, unreached=gauge.unreached,
+        )  # fmt: skip
+    if to == "naive-rmsnorm":
+        certificate = replace(certificate, passed=False)
+    elif not certificate.passed:
+        hint = f"; inputs= did not reach {listed(gauge.unreached)}" if gauge.unreached else ""
+        raise ConversionError(
+            f"the conversion is not equal to its original: relative error {certificate.error_rel:.1e} in float64, "
+            f"allowed {certificate.tolerance:.0e}; nothing was converted{hint}"
+        )
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), recentered, recipe)
+
+
+@torch.no_grad()
+def decompress(model: PreTrainedModel) -> Conversion:
+    """Turn a Pre-CRMSNorm model back into the Pre-RMSNorm one of width d, in which gamma and beta stay folded.
+
+    Args:
+        model: a model that `convert(..., to="crmsnorm")` made; it is not changed.
+
+    Raises:
+        ConversionError: it is no such model, or the certificate failed.
+
+    >>> from normgeo import convert, decompress, load_model
+    >>> compressed = convert(load_model("embedded-layernorm"), to="crmsnorm")
+    >>> decompress(compressed.model).certificate.passed
+    True
+    """
+    recipe = copy.deepcopy(getattr(model.config, "normgeo", {}))
+    if recipe.get("to") != "crmsnorm":
+        raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")
+    exact = float64_copy(model)
+    expand(exact, recipe)
+    recipe["shapes"] = {}
+    _note(exact, recipe)
+    result = copy.deepcopy(exact)
+    stored = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    dtypes = {name: value.dtype for name, value in stored}
+    for name, value in [*result.named_parameters(), *result.named_buffers()]:
+        value.data = value.to(dtypes[name])
+    sites = [site for site in find_sites(exact, reaching_inputs(exact)) if site.name in recipe["norms"]]
+    counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
+    certificate = certify(
+        float64_copy(model), exact, model, result, certificate_inputs(model),
+        site_mean=0.0, counts=counts,
+    )  # fmt: skip
+    if not certificate.passed:
+        raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
+    places = tuple(Place(*place[:3]) for place in recipe["recenter"])
+    return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
+
+
+@contextlib.contextmanager
+def _widths_explained(to: str, padded: bool) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:  # kernels that need aligned rows, which float64 does without
+        if to != "crmsnorm" or padded:
+            raise
+        raise ConversionError(f"{error}; the width may be why: compress with padded=True") from error
+
+
+@torch.enable_grad()
+def _gauge(model: PreTrainedModel, inputs: dict[str, Tensor], training: bool) -> Gauge:
+    if sum(p.numel() for p in model.parameters()) > LARGE:
+        with contextlib.suppress(NormGeoError):  # an architecture that is not the same with fewer layers
+            return shallow_gauge(type(model), model.config, training=training)
+    return find_gauge(model, inputs, training=training)
+
+
+def _trainable(
+    model: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], certify_on: Sequence[dict[str, Tensor]]
+) -> Conversion:
+    converted, places, means = parametrized(model, gauge, inputs)
+    chosen, kept, untouched = _sorted(gauge, means, "rmsnorm")
+    norms = {site.name: _spec(model.get_submodule(site.name), site) for site in chosen}
+    recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
+    _replace(converted, chosen, recipe)
+    converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
+    counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
+    original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
+    certificate = certify(
+        original64, converted64, model, converted, [inputs, *certificate_inputs(model)],
+        site_mean=max(means[site.name] for site in chosen), counts=counts, real=certify_on,
+        unreached=gauge.unreached,
+    )  # fmt: skip
+    a, b = (outputs_of(m.train(), inputs) for m in (original64, converted64))
+    if not (certificate.passed and same(a, b, certificate.tolerance)):
+        raise ConversionError("the trainable model is not equal to its original in training; nothing was converted")
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), tuple(places), recipe)
+
+
+def _listed(kept: dict[str, str]) -> str:
+    lines = [f"{name}: {why}" for name, why in kept.items()]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
+
+
+# --- 3: the norms -----------------------------------------------------------------------------------------------------
+
+
+def _sorted(gauge: Gauge, means: dict[str, float], to: str) -> tuple[list[NormSite], dict[str, str], list[NormSite]]:
+    """(replaced, kept with the reason, untouched): by the mean that is left where each norm is."""
+    if to == "naive-rmsnorm":
+        chosen = [site for site in gauge.layernorms if site.role not in SIDE]
+    else:
+        chosen = [site for site in gauge.layernorms if means[site.name] < INVISIBLE]
+    others = [site for site in gauge.layernorms if site not in chosen]
+    untouched = [site for site in others if site.role in SIDE]
+    kept = {site.key: _reason(site, means, gauge) for site in others if site.role not in SIDE}
+    if not chosen:
+        why = _listed(kept) or "they are all off the main branch: on heads, inside branches or in a head"
+        raise ConversionError(f"no LayerNorm can be replaced: {why}")
+    return chosen, kept, untouched
+
+
+def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
+    share = f"the mean of its input ({means.get(site.name, 0.0):.1e} of its rms)"
+    if who := gauge.raw.get(site.key):
+        return f"{share} is read by {', '.join(who[:3])}{' and others' if len(who) > 3 else ''} as well"
+    return f"{share} is seen by an output, or is carried by no parameter and crosses no module's boundary"
+
+
+def _spec(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, Any]:
+    gamma, _ = affine_of(norm, site)
+    stored: Any = getattr(norm, "weight", None)
+    is_offset = stored is not None and torch.allclose(stored + 1, gamma, rtol=1e-6, atol=1e-9)
+    return {
+        "kind": "rmsnorm", "d": site.d, "eps": site.eps, "affine": site.gain or site.bias, "bias": site.bias,
+        "offset": float(is_offset), "centered": centered,
+    }  # fmt: skip
+
+
+def _replace(exact: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
+    """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm."""
+    values = {site.name: affine_of(exact.get_submodule(site.name), site) for site in sites}
+    rebuild(exact, {"norms": recipe["norms"]})
+    for name, (gamma, beta) in values.items():
+        new: Any = exact.get_submodule(name)
+        if new.weight is not None:
+            new.weight.copy_(gamma - new.offset)
+        if new.bias is not None:
+            new.bias.copy_(beta)
+
+
+def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
+    """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x)."""
+    like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
+    x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
+    x[:, 1::2] = -1.0
+    x[:, : site.d % 2] = 0.0 if site.d % 2 else 1.0
+    act = norm.forward  # without hooks: it may be recentered
+    beta = act(torch.zeros_like(x))[0]
+    stored: Any = getattr(norm, "weight", None)
+    centered = x - x.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
+    odd = (act(x) - act(-x))[0] / 2
+    gamma = torch.where(y[0] != 0, odd / y[0], torch.zeros_like(odd))
+    for candidate in (stored, None if stored is None else stored + 1):
+        known = y[0] != 0
+        if candidate is not None and torch.allclose(candidate[known], gamma[known], rtol=1e-6, atol=1e-9):
+            return candidate.detach(), beta
+    return gamma, beta
+
+
+# --- the converted model ----------------------------------------------------------------------------------------------
+
+
+def _in_dtype(
+    model: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any], keep_tie: bool
+) -> PreTrainedModel:
+    """The converted model in the original's own dtype: one cast of every changed parameter."""
+    converted = copy.deepcopy(model)
+    if any(not _equal(exact, group) for group in tied(converted)):
+        heads = _tied_heads(converted, exact) if keep_tie else {}
+        if heads:
+            recipe["heads"] = list(heads)
+        else:
+            untie(converted)
+    state = _values(exact, recipe)
+    recipe["shapes"] = {
+        name: list(state[name].shape) for name, value in _values(converted, recipe).items()
+        if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
+    }  # fmt: skip
+    rebuild(converted, recipe)
+    for name, value in _values(converted, recipe).items():
+        if name in state:
+            value.copy_(state[name])
+    for head in recipe.get("heads", ()):
+        mean: Any = converted.get_submodule(head).mean
+        mean.copy_(exact.get_parameter(f"{head}.weight").mean(1))
+    _note(converted, recipe)
+    return converted
+
+
+def _note(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """Let a model say what its structure is, which a native model's files do not."""
+    model.config.normgeo = recipe
+    model.save_pretrained = saved_elsewhere  # pyright: ignore
+
+
+def _values(model: nn.Module, recipe: dict[str, Any]) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | {name: model.get_buffer(name) for name in recipe.get("tables", ())}
+
+
+def _equal(exact: PreTrainedModel, group: list[str]) -> bool:
+    first, *others = [exact.get_parameter(name) for name in group]
+    return all(first.shape == other.shape and torch.equal(first, other) for other in others)
+
+
+def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str, nn.Module]:
+    """Heads that can stay tied: linear, and tied to weights that were centered along the axis that the head reads.
+
+    Raises:
+        ConversionError: something else is tied, which no correction of the head helps.
+    """
+    heads: dict[str, nn.Module] = {}
+    for group in tied(converted):
+        if _equal(exact, group):
+            continue
+        values = {name: exact.get_parameter(name) for name in group}
+        linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
+        rest = [n for n in group if n not in linear]
+        plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
+        unused = [
+            n for n in rest if any(torch.equal(values[n], values[head]) for head in linear)
+        ]  # BART's shared table
+        used = [n for n in rest if n not in unused]
+        if not (used and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in used)):
+            raise ConversionError(f"{', '.join(group)} cannot stay tied: convert without keeping the tie")
+        for name in unused:  # if it was read after all, the certificate shows it
+            values[name].copy_(values[used[0]])
+        heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
+    return heads

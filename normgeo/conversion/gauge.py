@@ -1,0 +1,388 @@
+r"""The mean gauge: what can be shifted along the uniform vector without any output of a model noticing.
+
+LayerNorm ignores the component of its input along **1**, so whatever writes into a stream that only LayerNorms read can
+be shifted along **1** freely (*Pre-RMSNorm* section 3.1). Nothing here knows an architecture. With s = sum(outputs *
+random) and P a parameter, adding a constant along an axis a of P is invisible exactly when
+
+    sum over a of ds/dP = 0    for all the other indices,
+
+which one backward pass in float64 decides: the ratio |sum_a ds/dP| / (|ds/dP| sqrt(d)) is about 1e-16 for a gauge
+direction and of order 1 otherwise. Three tests of the same gradient give the rest. Weighted by 1/v, for a vector v of
+the model, the sum vanishes when v scales what P writes (LayerScale) before it reaches the stream; weighted by 1/gamma,
+for a norm's gain gamma (beta set to zero), when P reads that norm: W (gamma * y) does not see r (1/gamma)^T added to W,
+because y has no mean. And on the arguments and results of modules it tells where a mean that no parameter carries may
+be removed, and who reads a stream's mean.
+
+The gauge belongs to the architecture: values are made generic on the copy that is probed, so that no zero bias and no
+gain of ones hides or invents a direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.conversion.probing import (
+    Place,
+    Trace,
+    float64_copy,
+    made_generic,
+    outputs_of,
+    plain_norms,
+    same,
+    site_inputs,
+    tied,
+    traced,
+)
+from normgeo.conversion.reaching import beside, reaching_inputs, without_effect
+from normgeo.errors import ModelError
+from normgeo.examples import example_inputs
+from normgeo.sites import NormSite, find_sites
+
+__all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
+
+INVISIBLE = 1e-6
+"""Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
+
+
+class Shift(NamedTuple):
+    """Adding a constant to `parameter` along `axis` changes no output."""
+
+    parameter: str
+    axis: int
+
+
+class Reader(NamedTuple):
+    """`parameter` multiplies, along `axis`, what the norm at the site `norm` gives."""
+
+    parameter: str
+    axis: int
+    norm: str
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The mean gauge of a model.
+
+    Attributes:
+        writers: shifts that move the mean of what some LayerNorm is given.
+        scaled: writers of another kind: what they write is multiplied by this vector parameter before it is added.
+        tables: buffers, and their axes, that write as well.
+        readers: parameters that multiply what a LayerNorm gives.
+        invisible: where a mean may be removed without any output noticing, in the order of the pass.
+        raw: for a LayerNorm whose input is read by something else too: who reads it.
+        sites: the model's norms.
+        unreached: parameters as wide as a stream that no output depended on, for the inputs that were given. Whether
+            they write is not known; experts that no token was routed to are taken to do what those beside them do.
+    """
+
+    writers: tuple[Shift, ...]
+    scaled: dict[Shift, str] = field(default_factory=dict)
+    tables: tuple[Shift, ...] = ()
+    readers: tuple[Reader, ...] = ()
+    invisible: tuple[Place, ...] = ()
+    raw: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sites: tuple[NormSite, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def layernorms(self) -> list[NormSite]:
+        """The sites that subtract a mean."""
+        return [site for site in self.sites if site.kind == "layernorm"]
+
+
+@torch.no_grad()
+def center(parameter: Tensor, axis: int) -> None:
+    """Remove the mean along an axis in place, computed in float64 and cast once (*Pre-RMSNorm* lemma 3.1)."""
+    exact = parameter.double()
+    parameter.copy_(exact - exact.mean(axis, keepdim=True))
+
+
+def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
+    """Find the mean gauge of any model by gradients, in float64, from one forward pass on a small input.
+
+    Args:
+        model: any transformers model; it is not changed.
+        inputs: a small input that reaches all that writes; `reaching_inputs` when None.
+        training: the gauge while the model trains. Dropout multiplies a mean by its mask, so that what writes before it
+            is not free then; what comes out of it is.
+
+    Raises:
+        ModelError: the outputs or their gradients are NaN, or random (two passes differ).
+    """
+    inputs = reaching_inputs(model) if inputs is None else inputs
+    sites = tuple(find_sites(model, inputs, qk=True))
+    exact = float64_copy(model).train(training)
+    with torch.no_grad():
+        if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), 0.0):
+            name = type(model).__name__
+            raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; fix what is random")
+    if not any(site.kind == "layernorm" for site in sites):
+        return Gauge((), sites=sites)
+    if not made_generic(exact, inputs):  # some values must be what they are
+        exact = float64_copy(model).train(training)
+    probe, gains = plain_norms(exact, sites)
+    shared = {name: set(group) for group in tied(model) for name in group}  # the probe is untied
+    return _Probe(probe, sites, gains, inputs, shared).gauge()
+
+
+@torch.no_grad()
+def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
+    """How much is left of a sum along an axis: |sum_a w_a g_a| / sqrt(sum_a |w_a g_a|^2), for each row w of `weights`.
+
+    About 1 for unrelated summands, sqrt(d) for equal ones, and rounding when the sum vanishes.
+    """
+    g = gradient.double()  # some routers turn their parameters to float32 themselves
+    g = g.movedim(axis, 0).flatten(1) if g.ndim > 1 else g[:, None]
+    w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights.double()
+    scale = (w.square() @ g.square().sum(1)).sqrt()
+    return torch.where(scale > 0, (w @ g).norm(dim=1) / scale, torch.inf)
+
+
+def _aligned(gradient: Tensor | None) -> float:
+    """1 for a gradient along the uniform vector everywhere, about 1/sqrt(d) for any other, 0 for none."""
+    if gradient is None or not bool(gradient.norm() > 0):
+        return 0.0
+    return float(ratio(gradient, -1)) / math.sqrt(gradient.shape[-1])
+
+
+class _Probe:
+    """One forward pass of a generic copy, and the gradients of what came out."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: tuple[NormSite, ...],
+        gains: dict[str, Tensor],
+        inputs: dict[str, Tensor],
+        shared: Mapping[str, set[str]],
+    ) -> None:
+        self.model, self.sites, self.gains, self.inputs, self.shared = model, sites, gains, inputs, shared
+        self.widths = {site.d for site in sites if site.kind == "layernorm"}
+        self.generator = torch.Generator().manual_seed(1)
+        self.norms = {site.name for site in sites}
+
+    def gauge(self) -> Gauge:
+        named = dict(self.model.named_parameters())
+        outputs, by_site, trace = self._pass()
+        moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
+        visible = self._gradients(outputs, trace, list(named.values()))
+        found = dict(zip(named, visible, strict=True))
+        self._check(found)
+        writers, scaled, readers = self._sorted(found, moving)
+        unseen = self._unseen(found)
+        writers, readers = self._by_analogy(unseen, writers, readers)
+        del visible, found  # as large as the model, in float64
+        seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
+        places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
+        invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
+        tables = self._tables([o.detach() for o in outputs])
+        unreached = without_effect(self.model, unseen, [self.inputs])
+        return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites, unreached)
+
+    def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
+        for parameter, gradient in gradients.items():
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                raise ModelError(
+                    f"{type(self.model).__name__} has NaN or infinite gradients ({parameter}), as padding gives: pass "
+                    "inputs=... that need none"
+                )
+
+    def _unseen(self, gradients: Mapping[str, Tensor | None]) -> list[str]:
+        """Parameters as wide as a stream that have no gradient, under any of their names."""
+        dark = {name for name, g in gradients.items() if g is None or not bool(g.norm() > 0)}
+        shapes = {name: self.model.get_parameter(name).shape for name in dark}
+        wide = {name for name, shape in shapes.items() if self.widths.intersection(shape) and shape.numel()}
+        own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
+        return [n for n in gradients if n in wide - own and self.shared.get(n, {n}) <= dark]
+
+    def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], Trace]:
+        """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""
+        with site_inputs(self.model, self.sites) as given, traced(self.model, self.widths) as trace:
+            outputs = outputs_of(self.model, self.inputs)
+        layernorms = [site for site in self.sites if site.kind == "layernorm"]
+        return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, trace
+
+    def _gradients(self, outputs: list[Tensor], trace: Trace, parameters: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of a random sum of the outputs, for these parameters, and for the trace's tensors."""
+        parts = self._gradient([self._noise(o) for o in outputs], [*parameters, *(use.tensor for use in trace.uses)])
+        trace.gradients = list(parts[len(parameters) :])
+        return list(parts[: len(parameters)])
+
+    def _gradient(self, summands: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+        """The gradient of the sum of those summands that have one, with respect to those tensors that can have one.
+
+        Raises:
+            ModelError: the model cannot be differentiated.
+        """
+        known = [s for s in summands if s.requires_grad]
+        reached = [t for t in wanted if t.requires_grad]
+        if not known or not reached:
+            return [None] * len(wanted)
+        try:
+            found = iter(torch.autograd.grad(torch.stack(known).sum(), reached, retain_graph=True, allow_unused=True))
+        except Exception as error:  # whatever a model's own backward raises
+            name, line = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{name} cannot be differentiated: {line}") from error
+        return [next(found) if t.requires_grad else None for t in wanted]
+
+    def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:
+        """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
+        for name, axis in writers:
+            center(self.model.get_parameter(name), axis)
+        outputs, by_site, trace = self._pass()
+        self._gradients(outputs, trace, [])
+        moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
+        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, outputs))}
+
+    def _noise(self, x: Tensor) -> Tensor:
+        return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
+
+    def _moving(self, named: Mapping[str, Tensor], moved: list[Tensor | None]) -> set[Shift]:
+        """Which shifts move the mean of what some LayerNorm is given."""
+        return {
+            Shift(name, axis)
+            for name, g in zip(named, moved, strict=True) if g is not None and bool(g.norm() > 0)
+            for axis, size in enumerate(g.shape) if size in self.widths and float(ratio(g, axis)) > INVISIBLE
+        }  # fmt: skip
+
+    def _sorted(
+        self, visible: dict[str, Tensor | None], moving: set[Shift]
+    ) -> tuple[tuple[Shift, ...], dict[Shift, str], tuple[Reader, ...]]:
+        """Sort the shifts of parameters that nothing sees into writers and readers."""
+        writers, scaled, readers = [], {}, []
+        named = dict(self.model.named_parameters())
+        own = {f"{name}.weight" for name in self.gains}
+        for name, gradient in visible.items():
+            if gradient is None or name in own:
+                continue
+            for axis, size in enumerate(gradient.shape):
+                if size not in self.widths:
+                    continue
+                moves = Shift(name, axis) in moving
+                if _vanishes(gradient, axis):
+                    if moves:
+                        writers.append(Shift(name, axis))
+                    continue
+                gains = {k: v for k, v in self.gains.items() if len(v) == size}
+                if (norm := self._match(gradient, axis, gains)) is not None:
+                    readers.append(Reader(name, axis, norm))
+                    continue
+                scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
+                if moves and (scale := self._match(gradient, axis, scales)) is not None:
+                    scaled[Shift(name, axis)] = scale
+        whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
+        return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
+
+    def _by_analogy(
+        self, unseen: list[str], writers: tuple[Shift, ...], readers: tuple[Reader, ...]
+    ) -> tuple[tuple[Shift, ...], tuple[Reader, ...]]:
+        """And what nothing reached writes and reads, where all that is beside it in a list of modules agrees."""
+        for name in unseen:
+            home, rest, others = beside(self.model, name)
+            peers = [(other, f"{other}.{rest}") for other in others if f"{other}.{rest}" not in unseen]
+            said = {
+                (
+                    frozenset(shift.axis for shift in writers if shift.parameter == peer),
+                    frozenset(
+                        (r.axis, r.norm.replace(f"{other}.", f"{home}.")) for r in readers if r.parameter == peer
+                    ),
+                )
+                for other, peer in peers
+            }
+            axes, reads = said.pop() if len(said) == 1 else ((), ())
+            writers += tuple(Shift(name, axis) for axis in axes)
+            readers += tuple(Reader(name, axis, norm) for axis, norm in reads if norm in self.gains)
+        return writers, readers
+
+    @torch.no_grad()
+    def _scales_no_more(self, scale: str, scaled: Mapping[Shift, str], visible: Mapping[str, Tensor | None]) -> bool:
+        """Whether v can be folded: whether v (W x + b) has no part whose mean something sees.
+
+        Then v ds/dv is the sum of W ds/dW and b ds/db along their other axes, over those parameters alone.
+        """
+
+        def own(name: str, axis: int) -> Tensor:
+            product = self.model.get_parameter(name) * cast(Tensor, visible[name])
+            return product.movedim(axis, 0).flatten(1).sum(1) if product.ndim > 1 else product
+
+        wanted = own(scale, 0)
+        found = torch.stack([own(*shift) for shift, v in scaled.items() if v == scale]).sum(0)
+        return float((found - wanted).norm()) <= 1e-3 * float(wanted.norm())
+
+    def _match(self, gradient: Tensor, axis: int, vectors: Mapping[str, Tensor]) -> str | None:
+        """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
+        vectors = {k: v for k, v in vectors.items() if bool((v != 0).all())}
+        if not vectors:
+            return None
+        ratios = ratio(gradient, axis, 1 / torch.stack([v.detach() for v in vectors.values()]))
+        best = int(ratios.argmin())
+        return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
+
+    @torch.no_grad()
+    def _tables(self, outputs: list[Tensor]) -> tuple[Shift, ...]:
+        """Buffers that write into a stream; by shifting them, because models detach them from the gradient."""
+        found = []
+        for name, buffer in list(self.model.named_buffers()):
+            for axis, size in enumerate(buffer.shape):
+                if size in self.widths and buffer.is_floating_point() and buffer.ndim > 1:
+                    kept, means = buffer.clone(), self._means()
+                    buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
+                    hidden = same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
+                    moves = not same(means, self._means(), INVISIBLE)
+                    buffer.copy_(kept)
+                    if hidden and moves and not self._regenerates(name):
+                        found.append(Shift(name, axis))
+        return tuple(found)
+
+    def _means(self) -> list[Tensor]:
+        with site_inputs(self.model, [s for s in self.sites if s.kind == "layernorm"]) as given:
+            outputs_of(self.model, self.inputs)
+        return [x.mean(-1) for tensors in given.values() for x in tensors]
+
+    def _regenerates(self, name: str) -> bool:
+        """Whether the model makes this table anew when an input is longer: then what is centered would be undone."""
+        table = self.model.get_buffer(name)
+        try:
+            outputs_of(self.model, example_inputs(self.model, time=table.shape[0] + 8))
+        except Exception:  # it takes no longer inputs, whatever it raises then
+            return False
+        return self.model.get_buffer(name) is not table
+
+    def _raw(self, mean: Tensor, trace: Trace, outputs: list[Tensor]) -> tuple[str, ...]:
+        """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""
+        moved = self._gradient([mean], [use.tensor for use in trace.uses])
+        sources = [
+            use for use, g, m in zip(trace.uses, trace.gradients, moved, strict=True)
+            if use.place.side == "output" and _aligned(m) > 1 - INVISIBLE and not _vanishes(g)
+        ]  # fmt: skip
+        if not sources:
+            return ()
+        source = sources[-1]
+        who = [
+            use for use, g in zip(trace.uses, trace.gradients, strict=True)
+            if use.place.side == "input" and use.leaf and g is not None and bool(g.norm() > 0)
+            # (a norm of several vectors side by side reads the mean of each)
+            and not (_vanishes(g) and use.tensor.shape[-1] == source.tensor.shape[-1])
+        ]  # fmt: skip
+        names = [use.place.module for use in who if use.storage == source.storage]
+        if not names:  # it reads what the tensor is added to later on
+            late = [(use.place.module, use.tensor) for use in who] + [("the model's output", o) for o in outputs]
+            names = [name for name, tensor in late if self._adds(source.tensor, tensor)]
+        return tuple(dict.fromkeys(names)) or (f"the code around {source.place.module}",)
+
+    def _adds(self, source: Tensor, tensor: Tensor) -> bool:
+        """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
+        if source is tensor or not tensor.requires_grad:
+            return False
+        return _aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
+
+
+def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
+    return gradient is not None and bool(gradient.norm() > 0) and float(ratio(gradient, axis)) < INVISIBLE

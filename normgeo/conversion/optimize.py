@@ -1,0 +1,357 @@
+"""The fused inference mode: residual additions and the norms that follow them, in one pass over the stream.
+
+A Pre-LN block computes x + f(norm(x)), and the next norm reads the sum: three passes over the stream, of which the
+fused kernel makes one, adding in place (*Pre-RMSNorm* section 4, appendix C). What f gave is of no use then, and the
+norm is written over it, so that no memory is touched but what an addition touches. The additions are found where they
+are written, in the source of the blocks' `forward`; which norm reads which sum is seen in a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+
+from normgeo.conversion.additions import rewritten
+from normgeo.conversion.centering import SIDE
+from normgeo.conversion.probing import outputs_of, same
+from normgeo.errors import ConversionError, ModelError
+from normgeo.examples import example_inputs
+from normgeo.kernels import norm_ops
+from normgeo.sites import evaluating, find_sites
+
+__all__ = ["fused_norms", "optimize"]
+
+is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
+
+RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
+CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
+GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+NO_STATES = "an optimized model has no hidden states to give: its stream is added to in place"
+NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
+
+
+class _Reader(NamedTuple):
+    """The norm that reads a sum.
+
+    Attributes:
+        norm: it.
+        inner: whether only its block reads what it gives.
+        over: whether what is added may be written over, for it is of this pass alone.
+    """
+
+    norm: nn.Module
+    inner: bool
+    over: bool
+
+
+class _Stream:
+    """What one forward pass knows of its residual stream.
+
+    Attributes:
+        inside: the modules that give hidden states which the mode overwrites.
+        hooks: theirs, which are asked for at every pass.
+        running: whether a pass has begun: at the model, or at whatever part of it was called.
+        mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
+        narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
+        given: where the inputs are, which are the caller's.
+        last: what a norm was given last.
+        own: the sum that this mode has made, which may be added to in place.
+        ready: the norm of `own`, and `reader`, whose it is.
+    """
+
+    def __init__(self, inside: list[nn.Module]) -> None:
+        self.inside = inside
+        self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.mode: Literal["watch", "exact", "fast"] = "watch"
+        self.narrow = False
+        self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
+        self.reset()
+
+    def reset(self, *inputs: Any, running: bool = False) -> None:
+        self.running = running
+        self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
+        self.last: Tensor | None = None
+        self.own: Tensor | None = None
+        self.ready: Tensor | None = None
+        self.reader: nn.Module | None = None
+
+
+def _is(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors that are both alive are the same numbers, in whatever shape."""
+    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+
+
+def _begins(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is in; 0 where it is in none of its own, as quantized weights are."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _norm(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The forward of a norm in this mode: what is ready, or the norm."""
+    stream: _Stream = self.normgeo_stream
+    if is_grad_enabled():
+        raise ConversionError(NO_GRAD)
+    stream.last, own = x, stream.own
+    if stream.reader is self and (x is own or _is(own, x)):
+        z, stream.ready, stream.reader = stream.ready, None, None
+        return z if x is own else z.view(x.shape)  # pyright: ignore
+    if stream.mode == "watch":
+        for total, block, place, over in stream.seen:
+            if _is(total, x):
+                block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
+    return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
+
+
+def _add(block: Any, place: int, a: Any, b: Any) -> Any:
+    """A + b; where one is the residual stream, in place, and with the norm that reads it next."""
+    stream: _Stream = block.normgeo_stream
+    residual, x = (a, b) if a is stream.last else (b, a)
+    if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
+        return a + b
+    if stream.mode == "watch":
+        total = a + b
+        stream.seen.append((total, block, place, _begins(x) not in block.normgeo_kept))
+        return total
+    reader, own = block.normgeo_next.get(place), stream.own
+    stream.ready = stream.reader = None
+    same = x.dtype is residual.dtype
+    alike = same or torch.result_type(residual, x) is residual.dtype
+    if reader is None or not alike or not (residual is own or _is(own, residual)):
+        stream.own = a + b
+        return stream.own
+    norm, inner, over = reader
+    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    z = None
+    if stream.mode == "fast":
+        of = norm._parameters  # as attributes they take as long as the rest of this function
+        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
+        z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
+    if z is None:
+        residual.add_(x)
+        z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)
+        if stream.mode == "exact" and over and x.is_contiguous():
+            z = x.copy_(z)
+    stream.ready, stream.reader = z, norm
+    return residual
+
+
+# --- where passes begin ----------------------------------------------------------------------------------------------
+
+
+def _allowed(hook: Any) -> bool:
+    return (
+        getattr(getattr(hook, "func", None), "__name__", "") in RECENTERS
+        or getattr(hook, "__module__", "") == CAPTURES  # when it captures hidden states, that was asked for and refused
+    )
+
+
+def _hooked(modules: Iterable[nn.Module]) -> str | None:
+    """The name of the first of these that somebody else's hooks are on."""
+    if any(GLOBAL):
+        return "every module"
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if hooks and not all(map(_allowed, hooks.values())):
+                return type(module).__name__
+    return None
+
+
+def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
+    """A forward at which a pass may begin: it refuses what it would give wrong values to, and leaves nothing behind."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    place = names.index("output_hidden_states") if "output_hidden_states" in names else None
+
+    @functools.wraps(forward)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stream: _Stream = self.normgeo_stream
+        if block and stream.running:
+            return forward(self, *args, **kwargs)
+        given = args[place] if place is not None and place < len(args) else None
+        wanted = kwargs.get("output_hidden_states", given)
+        if wanted or (wanted is None and getattr(getattr(self, "config", None), "output_hidden_states", False)):
+            raise ConversionError(NO_STATES)
+        if stream.running:
+            return _within(stream, self, forward, args, kwargs)
+        if torch.is_grad_enabled():
+            raise ConversionError(NO_GRAD)
+        if (any(stream.hooks) or any(GLOBAL)) and (name := _hooked(stream.inside)) is not None:
+            raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
+        stream.reset(*args, *kwargs.values(), running=True)
+        try:
+            return _within(stream, self, forward, args, kwargs)
+        finally:
+            stream.reset()
+
+    return entry
+
+
+def _within(stream: _Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a module around blocks: what hooks see go in or come out of it is not added to in place."""
+    hooked = _hooked([module]) is not None
+    stream.own = None if hooked else stream.own
+    before = module.__dict__.get("normgeo_forward")
+    result = before(*args, **kwargs) if before else forward(module, *args, **kwargs)
+    stream.own = None if hooked else stream.own
+    return result
+
+
+# --- the mode --------------------------------------------------------------------------------------------------------
+
+OURS = {
+    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_kept", "normgeo_forward",
+    "__getstate__", "__deepcopy__",
+}  # fmt: skip
+"""What the mode gives to modules, each for itself. Classes stay as they are: others share them."""
+
+
+def _unfused(self: nn.Module) -> dict[str, Any]:
+    """What a module was, which is what is pickled: where additions are is known of this process's code alone."""
+    state = {name: value for name, value in self.__dict__.items() if name not in OURS}
+    return state | ({"forward": before} if (before := self.__dict__.get("normgeo_forward")) else {})
+
+
+def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy in the same mode."""
+    memo[id(self)] = new = type(self).__new__(type(self))
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
+
+
+def _blocks(model: nn.Module, norms: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The innermost modules that own norms."""
+    owners = {name.rpartition(".")[0] for name in norms}
+    for name in sorted(owners):
+        if not any(other.startswith(f"{name}." if name else "") for other in owners - {name}):
+            yield name, model.get_submodule(name)
+
+
+def fused_norms(model: nn.Module) -> list[str]:
+    """Names of the norms that an optimized model computes together with the addition before them."""
+    readers = {id(reader.norm) for m in model.modules() for reader in m.__dict__.get("normgeo_next", {}).values()}
+    return [name for name, module in model.named_modules() if id(module) in readers]
+
+
+def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """Fuse, in place, residual additions with the RMSNorm or CRMSNorm that reads their sum, for inference.
+
+    The outputs are compared before it is given back: with torch's arithmetic they are those of the unfused model to the
+    last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
+    to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
+    parameters, state dict and `generate` are as before; it is for one thread. It is pickled as the model it was. To
+    compile a model, compile the converted one.
+
+    Args:
+        model: a converted model, in evaluation mode; it is changed and given back.
+        inputs: what to compare on; made up where none are given.
+
+    Raises:
+        ConversionError: there is nothing to fuse, hooks are in the way, or the outputs differ; the model is as it was.
+        ModelError: no input could be made, or the model fails on it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"optimize takes a model, as in optimize(convert(...).model), not a {_kind(model)}")
+    norms = {name: m for name, m in model.named_modules() if getattr(m, "kernel", None) and hasattr(m, "plain")}
+    if not norms:
+        raise ConversionError(_unconverted(model, inputs))
+    if any("normgeo_stream" in m.__dict__ for m in norms.values()):
+        return model
+    inputs = example_inputs(model) if inputs is None else inputs
+    blocks = [block for _, block in _blocks(model, norms)]
+    # all that gives hidden states which the mode overwrites
+    inside = list(dict.fromkeys([*norms.values(), *(module for block in blocks for module in block.modules())]))
+    if (name := _hooked(inside)) is not None:
+        raise ConversionError(f"{name} has hooks, which a fused stream would mislead; remove them")
+    stream = _Stream(inside)
+    try:
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
+            _install(model, list(norms.values()), blocks, stream)
+            _verify(model, inputs, stream)
+    except BaseException:
+        for module in model.modules():
+            if "normgeo_stream" in module.__dict__:
+                module.__dict__ = _unfused(module)
+        raise
+    return model
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}: give it its .model" if hasattr(value, "certificate") else type(value).__name__
+
+
+def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> str:
+    if any(site.kind == "layernorm" and site.role not in SIDE for site in find_sites(model, inputs)):
+        return f"{type(model).__name__} has no converted norms; convert it first"
+    return f"{type(model).__name__} has no LayerNorm to convert, and only norms that convert made are fused"
+
+
+def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: _Stream) -> None:
+    inside, kept = set(map(id, stream.inside)), {0, *map(_begins, (*model.parameters(), *model.buffers()))}
+    around = [m for m in model.modules() if id(m) not in inside and any(id(part) in inside for part in m.modules())]
+    around = [m for m in around if type(m).forward is not nn.Module.forward]  # a list is not called
+    inner = {id(child) for block in blocks for child in block.children()}
+    sums = {cls: rewritten(cls, _add) for cls in {type(block) for block in blocks}}
+    fused = {cls: _entry(forward, True) for cls, forward in sums.items() if forward is not None}
+    entries = {cls: _entry(cls.forward, False) for cls in {type(module) for module in around}}
+    blocks = [block for block in blocks if type(block) in fused]
+    own: dict[nn.Module, dict[str, Any]] = {
+        **{norm: {"forward": _norm, "normgeo_inner": id(norm) in inner} for norm in norms},
+        **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_kept": kept} for block in blocks},
+    }
+    own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
+    own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
+    for module, values in own.items():
+        methods = {"forward": values["forward"], "__getstate__": _unfused, "__deepcopy__": _copied}
+        bound = {name: MethodType(function, module) for name, function in methods.items()}
+        module.__dict__.update({**values, **bound, "normgeo_stream": stream})
+
+
+def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> None:
+    """See which norm reads which sum, and that fusing them changes nothing."""
+    try:
+        truth = outputs_of(model, inputs)
+    except ConversionError as error:
+        if str(error) != NO_STATES:
+            raise
+        raise ConversionError(
+            f"{type(model).__name__} reads the hidden states of its own layers: it cannot be fused"
+        ) from error
+    stream.seen.clear()
+    if not fused_norms(model):
+        raise ConversionError(f"no norm of {type(model).__name__} reads a sum that its blocks compute; nothing to fuse")
+    stream.mode = "exact"
+    if not _equal(outputs_of(model, inputs), truth):
+        raise ConversionError(f"the stream of {type(model).__name__} is read after it is added to: it cannot be fused")
+    stream.narrow = model.dtype is torch.float32 and _may_narrow(model, inputs, stream)
+    stream.mode = "fast"
+    if not same(truth, outputs_of(model, inputs), CLOSE.get(model.dtype, 1e-9)):
+        raise ConversionError(f"the fused {type(model).__name__} is not equal to its original; nothing was changed")
+
+
+def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> bool:
+    """Whether under autocast the outputs are the same to the last bit with norms in the dtype of what is added."""
+    try:
+        with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):  # else all weights are held twice
+            stream.mode = "watch"
+            truth = outputs_of(model, inputs)
+            stream.seen.clear()
+            stream.mode, stream.narrow = "exact", True
+            return _equal(outputs_of(model, inputs), truth)
+    except ModelError:
+        return False  # it does not run under autocast
+
+
+def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.dtype is y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))

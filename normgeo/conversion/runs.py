@@ -1,0 +1,198 @@
+"""From a model's name to a certified checkpoint of the converted model: what `normgeo convert` does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.conversion.checkpoint import native_class, new_directory, save
+from normgeo.conversion.convert import Conversion, convert, decompress
+from normgeo.conversion.sharded import convert_sharded
+from normgeo.converted import is_compressed
+from normgeo.errors import ConversionError, DataError
+from normgeo.models import (
+    EMBEDDED,
+    explained,
+    load_model,
+    load_tokenizer,
+    max_context,
+    pick_dtype,
+    usable_device,
+    whence,
+)
+from normgeo.stream import check_context
+from normgeo.tokens import load_tokens
+
+__all__ = ["convert_checkpoint", "text_batches"]
+
+TOKENS = 2048  # to certify on
+
+
+def convert_checkpoint(
+    name: str,
+    out: Path,
+    *,
+    to: str = "rmsnorm",
+    data: str | None = None,
+    n_tokens: int = TOKENS,
+    context: int | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    keep_tie: bool = False,
+    fold_affine: bool = False,
+    padded: bool = False,
+    by_shard: bool | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    announce: Callable[[str], Any] = lambda line: None,
+) -> tuple[Conversion, str]:
+    """Load a model, convert it, certify the result on text, and save it; everything or nothing.
+
+    Args:
+        name: hub id, local directory or embedded name.
+        out: a new directory.
+        to: `rmsnorm` or `crmsnorm`; `rmsnorm` for a compressed model decompresses it.
+        data: what `load_tokens` takes, to certify on; None is the embedded sample, where the model has a tokenizer.
+        n_tokens: tokens of it to compare on.
+        context: tokens the model sees together; up to 256 when None.
+        dtype: `auto` (the checkpoint's own) or a floating-point type.
+        device: a torch device; the CPU when None.
+        keep_tie: as for `convert`, like the next two.
+        fold_affine: see there.
+        padded: see there.
+        by_shard: convert tensor by tensor, with the memory of one shard, certified on the model's first layers; None
+            does so where float64 copies of the whole model would not fit into memory. Only `revision` and
+            `trust_remote_code` go with it.
+        revision: commit, branch or tag on the hub.
+        trust_remote_code: run the repository's own code.
+        announce: takes a line for each step.
+
+    Returns:
+        The conversion, and how its checkpoint loads: `native` or `remote`.
+
+    Raises:
+        ConversionError: it cannot be converted, the certificate failed, or it cannot be written.
+        ModelError, DataError: whatever is wrong with the model or the data.
+    """
+    if to not in ("rmsnorm", "crmsnorm"):
+        raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
+    with new_directory(out, keep=False):
+        pass  # say that it cannot be written before hours of work
+    plain = to == "rmsnorm" and not (keep_tie or fold_affine)
+    folder = _folder(name, revision)
+    short = by_shard is None and plain and _needs(folder) > _available()
+    if by_shard or short:
+        if not plain:
+            raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
+        unused = {
+            "data": data is not None, "tokens": n_tokens != TOKENS, "context": context is not None,
+            "dtype": dtype != "auto", "device": device is not None, "padded": padded,
+        }  # fmt: skip
+        if given := ", ".join(option for option, is_given in unused.items() if is_given):
+            why = "memory is short, so that it is converted by shard; " if short else ""
+            hint = ", or ask for --in-memory (by_shard=False)" if short else ""
+            raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
+        announce(f"{name}: shard by shard, certified on its first layers")
+        return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    device = usable_device(device or "cpu")
+    model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
+    native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
+    extras = _extras(name, model, where)
+    if to == "rmsnorm" and is_compressed(model):
+        if data is not None or n_tokens != TOKENS or context is not None or keep_tie or fold_affine or padded:
+            raise ConversionError(
+                f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --tokens, "
+                "--context, --fold, --keep-tie and --padded"
+            )
+        announce(f"{name}: compressed; giving it all d numbers again")
+        conversion = decompress(model)
+        return conversion, save(conversion, out, extras=extras)
+    tokenizer = load_tokenizer(name, **where)
+    batches = text_batches(model, data, tokenizer, n_tokens, context)
+    announce(
+        f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
+    )
+    conversion = convert(
+        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, certify_on=batches
+    )  # fmt: skip
+    return conversion, save(conversion, out, extras=extras)
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Where the checkpoint is on this machine; a hub's is downloaded."""
+    path, options = whence(name, revision)
+    if Path(path).is_dir():
+        return Path(path)
+    options["allow_patterns"] = ["*.safetensors", "*.json", "*.txt", "*.model"]
+    try:
+        return Path(huggingface_hub.snapshot_download(path, **options))
+    except (OSError, ValueError) as error:
+        raise explained(name, error) from error
+
+
+def _needs(folder: Path) -> int:
+    """Bytes that converting in memory takes: two models in their own dtype and four in float64."""
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return 2 * stored + 4 * 4 * stored  # float64 is four times as wide as the half precision of large models
+
+
+def _available() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return sys.maxsize
+
+
+def text_batches(
+    model: PreTrainedModel, data: str | None, tokenizer: Any, n_tokens: int, context: int | None
+) -> list[dict[str, Tensor]]:
+    """Batches of real text for the certificate; none for a model that takes no token ids.
+
+    Raises:
+        DataError: there is a data source but the model takes no text, or ids are beyond the vocabulary.
+    """
+    takes_ids = model.main_input_name == "input_ids"
+    if data is None and (tokenizer is None or not takes_ids):
+        return []
+    if not takes_ids:
+        raise DataError(f"{type(model).__name__} takes {model.main_input_name}, not text; leave --data out")
+    if context is not None and context < 2:
+        raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
+    length = context or min(256, max_context(model) or 256)
+    check_context(model, length)
+    tokens = load_tokens(data or "sample", tokenizer, length)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    batches = []
+    for batch in tokens.batches(n_tokens, 2):
+        if int(batch.ids.max()) >= vocabulary:
+            raise DataError(f"token id {batch.ids.max()} is beyond the model's vocabulary of {vocabulary}")
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        if ids.shape[1] > 1:
+            batches.append({"input_ids": ids, **decoder})
+    return batches
+
+
+def _extras(name: str, model: PreTrainedModel, where: dict[str, Any]) -> list[Any]:
+    """What is saved along: the tokenizer, or whatever prepares the model's input."""
+    tokenizer = load_tokenizer(name, **where)
+    if tokenizer is not None:
+        return [tokenizer]
+    if model.main_input_name == "input_ids" or name in EMBEDDED:
+        return []
+    try:
+        return [transformers.AutoImageProcessor.from_pretrained(name, **where)]
+    except (OSError, ValueError, KeyError, ImportError, TypeError):
+        return []

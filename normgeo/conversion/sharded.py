@@ -1,0 +1,219 @@
+"""Conversion of a checkpoint shard by shard: one tensor in float64 at a time, whatever the size of the model.
+
+The gauge comes from a shallow copy of the architecture; the certificate from the model's own first layers; every tensor
+of the checkpoint is then read, centered if it is a writer, and written, so that memory holds about one shard.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from normgeo.conversion.centering import center_writers
+from normgeo.conversion.checkpoint import describe, new_directory, write_config
+from normgeo.conversion.convert import Conversion, convert
+from normgeo.conversion.gauge import Gauge, find_gauge
+from normgeo.conversion.probing import tied
+from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
+from normgeo.converted import rebuild
+from normgeo.errors import ConversionError
+from normgeo.models import config_and_class
+
+__all__ = ["Shards", "convert_sharded"]
+
+PLAIN, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+SKIPPED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
+REPLACED = {"config.json", "conversion.json", INDEX}
+
+
+class Shards:
+    """The tensors of a safetensors checkpoint, by their names in the model, one at a time.
+
+    Raises:
+        ConversionError: the directory holds no safetensors, or tensors that loading merges.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self.files: list[str] = []
+        if (folder / PLAIN).is_file():  # what transformers reads, whatever an index beside it says
+            self.files = [PLAIN]
+        elif (folder / INDEX).is_file():
+            self.files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        if not self.files:
+            raise ConversionError(f"{folder} holds no safetensors weights; pickled weights are not read")
+        self.folder, self.home, self.stored = folder, {}, {}
+        named = _namer(model)
+        for file in self.files:
+            with safe_open(folder / file, "pt") as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    name = named(key)
+                    self.home[name], self.stored[name] = file, key
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        with safe_open(self.folder / self.home[name], "pt") as opened:
+            return opened.get_tensor(self.stored[name]).clone()  # what it gives keeps the whole file mapped
+
+    def of(self, file: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one file, one after the other."""
+        for name, home in self.home.items():
+            if home == file:
+                yield name, self.read(name)
+
+
+def _namer(model: PreTrainedModel) -> Callable[[str], str]:
+    """What transformers calls a tensor of a checkpoint in the model; raises where it makes one tensor of several."""
+    mapping = get_model_conversion_mapping(model)
+    merging = [m for m in mapping if isinstance(m, WeightConverter)]
+    renaming: Any = [m for m in mapping if not isinstance(m, WeightConverter)]
+    known = model.state_dict()
+
+    def named(key: str) -> str:
+        name, merged = rename_source_key(key, renaming, merging, model.base_model_prefix, known)
+        if merged is not None:
+            raise ConversionError(f"{key} is merged with other tensors when it is loaded; convert the model in memory")
+        return name
+
+    return named
+
+
+def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_code: bool = False) -> Conversion:
+    """Convert a local checkpoint to RMSNorm with the memory of about one of its shards.
+
+    Args:
+        source: a directory with safetensors.
+        out: a new directory.
+        depth: layers of the copy that the gauge is found on and the certificate is made with.
+        trust_remote_code: run the checkpoint's own code.
+
+    Returns:
+        The conversion of the model's first layers, whose certificate it is; everything is in `out`.
+
+    Raises:
+        ConversionError: as `convert`; or the checkpoint's names are not the model's, so that it has to be converted in
+            memory; or what was written lacks a tensor of the converted model, or has another.
+    """
+    config, cls = config_and_class(str(source), {}, trust_remote_code)
+    deep = empty_model(cls, config)
+    shards = Shards(source, deep)
+    _check_names(deep, shards)
+    shallow = shallow_model(cls, config, depth)
+    first = _with_weights(shallow, shards)
+    gauge = find_gauge(shallow)
+    conversion = convert(first, gauge=gauge)
+    to = spread(deep, shallow)
+    recipe = _spread_recipe(conversion.recipe, to)
+    with new_directory(out) as folder:
+        _write(shards, folder, deepened(gauge, to), _untied(first, conversion.model, to), conversion, to)
+        final = _config(config, conversion.model.config)
+        _check_written(folder, empty_model(cls, final), recipe)
+        write_config(final, cls, recipe, folder, first.dtype)
+        for path in source.iterdir():
+            if path.is_file() and path.suffix not in SKIPPED and path.name not in REPLACED:
+                shutil.copy(path, folder / path.name)
+        about = describe(conversion) | {"layers_certified": depth, "norms": sorted(recipe["norms"])}
+        (folder / "conversion.json").write_text(json.dumps(about, indent=2))
+    return conversion
+
+
+def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
+    wanted, have = set(deep.state_dict()), set(shards.home)
+    missing = wanted - have - {name for group in tied(deep) for name in group}
+    if missing or have - wanted:
+        first, *others = sorted(missing | (have - wanted))
+        raise ConversionError(
+            f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
+            "convert it in memory"
+        )
+
+
+def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """Refuse files in which loading would not find exactly the tensors of the model that they are to be loaded into.
+
+    Args:
+        folder: where they are, and the index if there is one.
+        model: an empty one, in which what the conversion has untied is not tied.
+        recipe: the conversion's, for all layers.
+    """
+    rebuild(model, recipe)
+    have, wanted = set(Shards(folder, model).home), set(model.state_dict())
+    lacking = wanted - have
+    lacking -= {name for group in tied(model) if have.intersection(group) for name in group}
+    if wrong := sorted(lacking | (have - wanted)):
+        first, *others = wrong
+        raise ConversionError(
+            f"what was written is not the converted model: {first} {'is missing' if first in lacking else 'is not its'}"
+            f", and {len(others)} others; nothing was left behind"
+        )
+
+
+def _with_weights(shallow: PreTrainedModel, shards: Shards) -> PreTrainedModel:
+    """The shallow model with the weights of the checkpoint's first layers, in their dtype."""
+    dtype = shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
+    model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
+    state = {name: shards.read(name) for name in model.state_dict() if name in shards.home}
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    return model
+
+
+def _spread_recipe(recipe: dict[str, Any], to: Spread) -> dict[str, Any]:
+    return recipe | {
+        "norms": {name: spec for short, spec in recipe["norms"].items() for name in to(short)},
+        "recenter": [[name, *place[1:]] for place in recipe["recenter"] for name in to(place[0])],
+        "tables": [name for short in recipe.get("tables", ()) for name in to(short)],
+    }
+
+
+def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> list[list[str]]:
+    """Groups of names that were one parameter and are several now."""
+    still = {frozenset(group) for group in tied(converted)}
+    return [[to(name)[0] for name in group] for group in tied(first) if frozenset(group) not in still]
+
+
+def _config(config: PretrainedConfig, converted: PretrainedConfig) -> PretrainedConfig:
+    if hasattr(converted, "tie_word_embeddings"):
+        config.tie_word_embeddings = converted.tie_word_embeddings
+    return config
+
+
+def _write(
+    shards: Shards, folder: Path, gauge: Gauge, untied: list[list[str]], conversion: Conversion, to: Spread
+) -> None:
+    home: dict[str, str] = {}
+    size = 0
+    scales = {name: shards.read(name) for name in set(gauge.scaled.values())}
+    copies = {name: next(n for n in group if n in shards.home) for group in untied for name in group}
+
+    def edited(name: str, value: Tensor) -> Tensor:
+        center_writers({name: value} | {k: v.clone() for k, v in scales.items() if k != name}, gauge)
+        return value
+
+    def save(tensors: dict[str, Tensor], file: str) -> None:
+        nonlocal size
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file, {"format": "pt"})
+        home.update(dict.fromkeys(tensors, file))
+        size += sum(value.nbytes for value in tensors.values())
+
+    extra = {name: edited(name, shards.read(source)) for name, source in copies.items() if name not in shards.home}
+    buffers = dict(conversion.model.named_buffers())
+    extra |= {name: buffers[short] for short in conversion.recipe.get("tables", ()) for name in to(short)}
+    alone = shards.files == [PLAIN]  # beside a file of that name no other and no index would be read
+    for file in shards.files:
+        save({name: edited(name, value) for name, value in shards.of(file)} | (extra if alone else {}), file)
+    if extra and not alone:
+        save(extra, "model-untied.safetensors")
+    if not alone:
+        index = {"metadata": {"total_size": size}, "weight_map": home}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,88 @@
+r"""Converted models that train like their originals (*Pre-RMSNorm* section 3.4.1 and 4.1).
+
+Fine-tuning a converted model drifts away from what the Pre-LN model would have become: an optimizer moves the means
+that the conversion removed. Here each writer keeps its parameter V and acts with W = center(V): the gradient for V is
+what the Pre-LN model's is, which has no mean along the gauge's axis either, so that all optimizers take the same steps.
+Dropout, stochastic depth and LayerScale do not commute with centering: where one of them follows a writer, its output
+is recentered instead.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from normgeo.conversion.centering import recenter_sources, site_means
+from normgeo.conversion.gauge import Gauge
+from normgeo.conversion.probing import Place, float64_copy, untie
+from normgeo.converted import recenter_at
+from normgeo.models import saved_elsewhere
+
+__all__ = ["Centered", "bake", "parametrized", "unparametrized"]
+
+
+class Centered(nn.Module):
+    r"""W = V - mean(V) along an axis (*Pre-RMSNorm* lemma 3.1)."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, v: Tensor) -> Tensor:
+        """The centered parameter, of the shape and dtype of V; half precision is computed in float32."""
+        wide = v.float() if v.dtype in (torch.float16, torch.bfloat16) else v
+        return (wide - wide.mean(self.axis, keepdim=True)).to(v.dtype)
+
+
+def parametrized(
+    model: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]
+) -> tuple[PreTrainedModel, list[Place], dict[str, float]]:
+    """A copy whose writers are centered while it trains.
+
+    Returns:
+        The copy, still with LayerNorms; where it recenters activations; and the mean that is left at each LayerNorm, in
+        training or in evaluation.
+    """
+    result = copy.deepcopy(model)
+    for name, axis in gauge.writers:
+        owner, _, last = name.rpartition(".")
+        parametrize.register_parametrization(result.get_submodule(owner), last, Centered(axis))
+    exact = float64_copy(result, tied=True).train()
+    places = recenter_sources(exact, gauge, inputs)
+    train = site_means(exact, gauge.layernorms, inputs)
+    evaluated = site_means(exact.eval(), gauge.layernorms, inputs)
+    for place in places:
+        recenter_at(result, *place)
+    return result, places, {name: max(train[name], evaluated[name]) for name in train}
+
+
+@torch.no_grad()
+def bake(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy for inference with plain centered parameters in the place of the parametrized ones.
+
+    A head that was tied to a centered embedding gets weights of its own.
+    """
+    result = copy.deepcopy(model)
+    for module in list(result.modules()):
+        unparametrized(module)
+    untie(result, always=True)
+    result.save_pretrained = saved_elsewhere  # pyright: ignore
+    return result
+
+
+@torch.no_grad()
+def unparametrized(module: nn.Module) -> None:
+    """Give a module plain parameters in the place of parametrized ones, with the values they have, in place."""
+    if not parametrize.is_parametrized(module):
+        return
+    names = list(module.parametrizations)  # pyright: ignore
+    values = {name: getattr(module, name).detach().clone() for name in names}
+    # not remove_parametrizations: it would change the class, which a copy shares with its original
+    module.__class__ = type(module).__bases__[0]
+    del module._modules["parametrizations"]
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value.contiguous()))

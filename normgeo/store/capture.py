@@ -1,0 +1,357 @@
+"""Capturing: a model's hidden states into a store while the statistics run, by one process or by many."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from normgeo.angles.cost import cost
+from normgeo.angles.job import Job, RunConfig, check_same, prepare
+from normgeo.angles.measure import AngleTable, new_statistics
+from normgeo.angles.runs import disk_explained, new_record, now, write_results
+from normgeo.angles.statistics import AngleStatistics
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.store.layout import (
+    Layout,
+    create,
+    read_record,
+    read_state,
+    write_record,
+)  # fmt: skip
+from normgeo.store.objects import storage_at
+from normgeo.store.reader import ChunkReader, HiddenStateStore
+from normgeo.store.rebuild import Rebuild, find_rebuild
+from normgeo.store.storage import Storage
+from normgeo.store.writer import StoreWriter
+from normgeo.stream import stream
+from normgeo.system.progress import progress_bar
+from normgeo.system.ranks import Ranks
+from normgeo.tokens import TokenBatch, TokenStream
+
+__all__ = ["CaptureConfig", "resume_capture", "start_capture"]
+
+PHASES = ("pre", "standardized", "post")
+DISK_BLOCK = 4096  # bytes that files are rounded up to on a disk
+PROBED = 64  # tokens on which the arithmetic of a norm is found out
+REBUILT_WITHIN = 0.01  # of the largest output: beyond this a norm does something that no recipe knows
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """What to capture: one model's run, the phases to keep, and how large a chunk may be in bytes."""
+
+    run: RunConfig
+    phases: tuple[str, ...] = ("pre",)
+    chunk_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        if not self.phases or set(self.phases) - set(PHASES) or len(set(self.phases)) < len(self.phases):
+            raise NormGeoError(f"--phases takes some of {', '.join(PHASES)}, received {','.join(self.phases)!r}")
+        if len(self.run.models) != 1:
+            raise NormGeoError("one model is captured at a time")
+        if self.chunk_bytes < 1:
+            raise NormGeoError(f"--chunk-mib must be at least 1, received {self.chunk_bytes >> 20}")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a store will be like; `beside` is what a row takes at most besides its chunks' numbers, in bytes."""
+
+    layout: Layout
+    rebuilds: list[Rebuild]
+    classes: list[str]
+    beside: int
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes on a disk that so many rows take at most."""
+        return rows * (self.layout.row_bytes + self.beside)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The layout as JSON holds it."""
+        return asdict(self.layout) | {"arrays": [asdict(spec) for spec in self.layout.arrays]}
+
+
+def start_capture(
+    config: CaptureConfig, path: str | Path, *, ranks: Ranks | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+) -> AngleTable | None:  # fmt: skip
+    """Capture into a new store, by as many processes as there are: each computes and commits its share of the rows.
+
+    Args:
+        config: what to capture.
+        path: the store: a directory on a file system that all the processes share, or a URL (s3://, gs://).
+        ranks: this process among them; those that `torchrun` started, unless said.
+        announce: gets lines of text, in the first process.
+        progress: show a bar, of the first process's share.
+
+    Returns:
+        The table, in the first process.
+
+    Raises:
+        StoreError: the place holds something else, is in use, or cannot hold what is asked for.
+        NormGeoError: whatever is wrong with the model, the data or the hidden states.
+    """
+    ranks = ranks or Ranks.from_environment()
+    storage = storage_at(path)
+    ranks.first("free", lambda: _check_free(storage, config))
+    return _capture(config, storage, None, ranks, announce, progress)
+
+
+def resume_capture(
+    path: str | Path, *, ranks: Ranks | None = None, announce: Callable[[str], None] = lambda line: None,
+    progress: bool = True,
+) -> AngleTable | None:  # fmt: skip
+    """Finish an interrupted capture with the configuration it was started with, to the same bytes.
+
+    By any number of processes, whatever the number of those that began it; see `start_capture` for the arguments.
+
+    Raises:
+        StoreError: there is no store, it is complete, in use or damaged, or model, tokenizer or data are others.
+    """
+    ranks = ranks or Ranks.from_environment()
+    storage = storage_at(path)
+    record = ranks.first("interrupted", lambda: _interrupted(storage))
+    stored = record["capture"]
+    run = RunConfig.recorded(stored["run"])
+    config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
+    return _capture(config, storage, record, ranks, announce, progress)
+
+
+def _check_free(storage: Storage, config: CaptureConfig) -> None:
+    if storage.size("store.json") is not None:
+        status = read_record(storage, "store.json")["status"]
+        finish = f"finish it with --resume {storage}, or " if status != "complete" else ""
+        raise StoreError(f"{storage} already holds a store ({status}); {finish}give another --store")
+    if storage.occupied():
+        raise StoreError(f"{storage} exists and is no store; give another --store")
+    if storage.largest is not None and config.chunk_bytes > storage.largest:
+        raise StoreError(
+            f"a chunk at a URL is at most {storage.largest >> 20} MiB, since it waits in memory; --chunk-mib is "
+            f"{config.chunk_bytes >> 20}"
+        )
+
+
+def _interrupted(storage: Storage) -> dict[str, Any]:
+    if storage.size("store.json") is None:
+        raise StoreError(f"{storage} holds no store.json; there is nothing to resume")
+    record = read_record(storage, "store.json")
+    if record["status"] == "complete":
+        raise StoreError(f"the store in {storage} is complete; normgeo angles --store {storage} reads it")
+    return record
+
+
+def _capture(
+    config: CaptureConfig, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
+    announce: Callable[[str], None], progress: bool,
+) -> AngleTable | None:  # fmt: skip
+    with ranks.heard():
+        ranks.take_gpu(config.run.device, config.run.device_map)
+        before = record and record["provenance"]["identity"]["about"]
+        job = prepare(config.run, config.run.models[0], before=before, first=ranks.first)
+        return _capture_job(config, job, storage, record, ranks, announce, progress)
+
+
+def _capture_job(
+    config: CaptureConfig, job: Job, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
+    announce: Callable[[str], None], progress: bool,
+) -> AngleTable | None:  # fmt: skip
+    plan, where = _planned(config, job), str(storage)
+    with ExitStack() as held, disk_explained(where), ranks.told_to_end():
+        about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
+        check_same(about["provenance"]["identity"]["about"], job.about, where)
+        check_same({"layout": about["layout"]}, {"layout": plan.described}, where, ("layout",))
+        run, missing = ranks.first("begun", lambda: _begin(storage, about, plan, job, held))
+        if ranks.rank:
+            held.enter_context(storage.writing(run))
+        try:
+            _write(config, job, plan, storage, ranks.share(missing), progress and not ranks.rank)
+            ranks.done("written")
+            return None if ranks.rank else _finished(config, job, storage, about)
+        except NormGeoError:
+            if record is None and ranks.size == 1 and not storage.names("commits"):
+                storage.discard()  # nothing was captured: leave nothing behind
+            raise
+
+
+def _new_record(
+    config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, announce: Callable[[str], None]
+) -> dict[str, Any]:
+    announce(_check_space(config, job, plan, storage))
+    about = {"about": job.about, "phases": config.phases, "batch": config.run.batch, "null": config.run.null,
+             "null_every": config.run.null_every, "seed": config.run.seed, "label": job.label}  # fmt: skip
+    provenance = new_record(config.run) | {"identity": about}
+    provenance = {k: v for k, v in provenance.items() if k not in ("status", "models")}
+    return {"status": "running", "capture": asdict(config), "provenance": provenance, "layout": plan.described}
+
+
+def _begin(storage: Storage, record: dict[str, Any], plan: _Plan, job: Job, held: ExitStack) -> tuple[str, list[int]]:
+    """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write."""
+    run = held.enter_context(storage.writing())
+    write_record(storage.put, "store.json", record, indent=2)
+    if storage.size("hidden.zarr/zarr.json") is None:
+        create(storage, plan.layout, job.sites, plan.rebuilds, plan.classes, record["provenance"])
+    store = HiddenStateStore(storage)
+    _check_tokens(store, job.tokens)
+    for commit in store.committed.values():
+        read_state(storage, commit)
+    missing = [row for row in range(plan.layout.rows) if row not in store.committed]
+    left, free = plan.nbytes(len(missing)), storage.free()
+    if free is not None and left > free:
+        raise StoreError(
+            f"the rest needs up to {left:,} bytes and the disk of {storage} has {free:,} free; make space and give "
+            f"--resume {storage}"
+        )
+    return run, missing
+
+
+def _finished(config: CaptureConfig, job: Job, storage: Storage, record: dict[str, Any]) -> AngleTable:
+    """Put the rows' statistics together and the results beside them."""
+    store, statistics = HiddenStateStore(storage), _empty_statistics(config, job)
+    if not store.complete:
+        raise StoreError(f"{storage}: the stream ended before its last row was committed")
+    for commit in store.commit_log:
+        statistics.add_state_dict(read_state(storage, commit))
+    table = AngleTable.from_statistics(statistics, job.label)
+    with storage.results() as folder:
+        files = write_results(table, folder)
+        sums = {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    ended = {"status": "complete", "finished": now(), "results": sums}
+    write_record(storage.put, "store.json", record | ended, indent=2)
+    return table
+
+
+class _Probe:
+    """A sink that keeps a few vectors of every site."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, str], Tensor] = {}
+
+    def begin(self, batch: TokenBatch) -> None: ...
+
+    def take(self, site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
+        self.kept.setdefault((site, phase), hidden.cpu().clone())
+
+    def end(self) -> None: ...
+
+
+def _planned(config: CaptureConfig, job: Job) -> _Plan:
+    """What the hidden states are like, seen on a few tokens."""
+    probe = _Probe()
+    few = job.tokens.batches(min(job.n_tokens, PROBED), max(1, PROBED // job.tokens.context))
+    for _ in stream(job.model, job.sites, few, [probe]):
+        pass
+    modules, rebuilds, dtypes = dict(job.model.named_modules()), [], []
+    for i, site in enumerate(job.sites):
+        pre, post = probe.kept[i, "pre"], probe.kept[i, "post"]
+        rebuild = find_rebuild(modules[site.name], site, pre, post)
+        if pre.dtype != post.dtype:
+            raise StoreError(f"{site.key} turns {pre.dtype} into {post.dtype}; give --dtype float32")
+        if "post" not in config.phases and rebuild.error > REBUILT_WITHIN:
+            raise StoreError(f"the output of {site.key} cannot be rebuilt from its input; give --phases pre,post")
+        rebuilds.append(rebuild)
+        dtypes.append(str(pre.dtype).removeprefix("torch."))
+    layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)
+    return _Plan(
+        layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites], _beside(config, job, layout)
+    )
+
+
+def _beside(config: CaptureConfig, job: Job, layout: Layout) -> int:
+    """Bytes that a row takes on a disk beside its chunks' numbers, at most: statistics, records, the ends of files."""
+    tokens = min(layout.n_tokens, layout.chunk + config.run.batch * job.tokens.context)  # of batches that begin in it
+    state = _empty_statistics(config, job).state_bytes(tokens)
+    record = 1024 + sum(len(spec.name) + 64 for spec in layout.arrays) + sum(len(site.key) + 32 for site in job.sites)
+    return state + record + DISK_BLOCK * (len(layout.arrays) + 2)
+
+
+def _check_space(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage) -> str:
+    """Refuse what cannot fit; else one line on what will be captured, and its cost."""
+    layout, free, most = plan.layout, storage.free(), plan.nbytes(plan.layout.rows)
+    if free is not None and most > free:
+        raise StoreError(
+            f"the hidden states need {layout.nbytes:,} bytes, with statistics and records up to {most:,}, and the disk "
+            f"of {storage} has {free:,} free; give fewer --tokens, --phases pre, some --sites or another --store"
+        )
+    room = "an object store says nothing of free space" if free is None else f"{free / 1e9:.1f} GB free"
+    rate, what = storage.rate(), "the disk" if free is not None else "one upload after the other"
+    forward = cost(job.model, job.n_tokens, job.tokens.context, config.run.batch, layout.nbytes)
+    inexact = sum(not rebuild.bit_equal for rebuild in plan.rebuilds)
+    rebuilt = "" if "post" in config.phases else (
+        "; post is rebuilt from pre" + (f", to rounding only at {inexact} sites" if inexact else ", to the last bit")
+    )  # fmt: skip
+    return (
+        f"{job.label}: {len(job.sites)} norms, {', '.join(config.phases)}, {job.n_tokens:,} tokens of "
+        f"{job.tokens.source}: exactly {layout.nbytes:,} bytes of hidden states, with statistics and records up to "
+        f"{most:,} ({room}), in rows of {layout.chunk:,} tokens; forward "
+        f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
+    )
+
+
+def _empty_statistics(config: CaptureConfig, job: Job) -> AngleStatistics:
+    run = config.run
+    return new_statistics(
+        job.model, job.sites, null=run.null, seed=run.seed, null_every=run.null_every, bos=job.bos
+    )  # fmt: skip
+
+
+def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows: Sequence[int], progress: bool) -> None:
+    """Compute and commit rows.
+
+    Batches are the same whoever computes them, since matrix products of other shapes have other last bits: one that has
+    tokens of the rows of two processes goes through the model in both, and each keeps its part.
+    """
+    if not rows:
+        return
+    statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage), plan.layout
+    exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
+    mine = set(rows)
+    start = job.tokens.batch_start(min(mine) * layout.chunk, config.run.batch)
+    batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch, start))
+    total = sum(layout.stop(row) - row * layout.chunk for row in rows)
+    with (
+        progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
+        StoreWriter(storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
+    ):
+        for batch in stream(job.model, job.sites, batches, [writer, statistics]):
+            writer.finish(batch)
+            advance(_tokens_of(mine, layout, batch))
+
+
+def _with_tokens_of(rows: Set[int], layout: Layout, batches: Iterable[TokenBatch]) -> Iterator[TokenBatch]:
+    last = max(rows)
+    for batch in batches:
+        if batch.start // layout.chunk > last:
+            return
+        if _tokens_of(rows, layout, batch):
+            yield batch
+
+
+def _tokens_of(rows: Set[int], layout: Layout, batch: TokenBatch) -> int:
+    """How many of a batch's tokens are in these rows."""
+    start, stop = batch.start, batch.start + batch.n_tokens
+    touched = (row for row in range(start // layout.chunk, (stop - 1) // layout.chunk + 1) if row in rows)
+    return sum(min(stop, layout.stop(row)) - max(start, row * layout.chunk) for row in touched)
+
+
+def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
+    """Refuse tokens that are not those already stored: in the first row that is, and in the last.
+
+    Not in every one, for which all text before the last would be tokenized again: with one more token or one fewer
+    anywhere, the last has others; and data and tokenizers of other bytes are refused for that.
+    """
+    rows, ids = store.committed.keys(), store.layout.arrays[0]
+    for row in sorted({min(rows), max(rows)}) if rows else ():
+        start, stop = row * store.layout.chunk, store.layout.stop(row)
+        batches = tokens.batches(stop, 1, tokens.batch_start(start, 1))
+        some = [batch for batch in batches if batch.start + batch.n_tokens > start]
+        now = np.concatenate([batch.ids.ravel() for batch in some])[start - some[0].start :]
+        if not np.array_equal(now, ChunkReader(store, ids, row).read(stop - start)):
+            raise StoreError(f"{store.storage} holds other tokens in row {row}: another tokenizer or other data")

@@ -1,0 +1,71 @@
+"""Checking every byte of a store of hidden states."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from normgeo.errors import StoreError
+from normgeo.kernels.checksum import checksum
+from normgeo.store.layout import (
+    TRAILER,
+    committed_rows,
+    file_problems,
+    read_commit,
+    read_record,
+    read_store,
+    state_file,
+    unread,
+)
+from normgeo.store.objects import storage_at
+from normgeo.store.storage import Storage
+
+__all__ = ["verify"]
+
+
+def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
+    """Read every byte of a store: (chunks checked, what is wrong, each with the file it is in).
+
+    Raises:
+        StoreError: there is no store at all, it cannot be reached, or its store.json is damaged.
+    """
+    storage = storage_at(path)
+    record, layout, store = read_store(storage)
+    problems, checked = _metadata_problems(storage), 0
+    for name, sha256 in record.get("results", {}).items():
+        problems += file_problems(storage, name, sha256)
+    for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
+        try:
+            commit = read_commit(storage, row, store)
+        except StoreError as error:
+            problems.append(str(error))
+            continue
+        sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
+        checked += len(sums)
+        for found in storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items()):
+            problems += found
+        problems += file_problems(storage, state_file(row), commit.state)
+    return checked, problems
+
+
+def _metadata_problems(storage: Storage) -> list[str]:
+    try:
+        sums = read_record(storage, "manifest.json")["files"]
+    except StoreError as error:
+        return [str(error)]
+    found = storage.each(lambda item: file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
+    return list(itertools.chain.from_iterable(found))
+
+
+def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
+    try:
+        content = storage.read_range(name, 0, n + TRAILER + 1)
+    except OSError as error:
+        return [unread(storage, name, error)]
+    if len(content) != n + TRAILER:
+        size = storage.size(name)
+        return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
+    body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
+    if checksum(body) != crc or trailer != crc:
+        return [f"{storage.at(name)} is damaged: its checksum is wrong"]
+    return []

@@ -1,0 +1,367 @@
+"""A store in an object store, through obstore: every file an object below one URL.
+
+An object is there whole or not at all; a chunk is gathered in memory and put at once. `create` is a PUT that fails
+where there is an object, and so no row is ever committed twice, whatever became of the lock. The lock is an object
+that its writer renews: it says who writes, and is taken over from a process that is known to be dead, or that has not
+renewed it for a minute.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from normgeo.errors import StoreError
+from normgeo.store.storage import Disk, NewChunk, R, Storage, T
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["Objects", "storage_at"]
+
+SCHEMES = ("s3", "gs")
+LARGEST = 32 << 20  # a chunk lies in memory until it is put
+THREADS = 8  # one upload alone does not fill a line
+LEASE_SECONDS = 60.0
+REFUSED = ("403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
+TRY_SECONDS = 10  # to find out whether there is anybody at the address
+
+
+def storage_at(address: str | Path | Storage) -> Storage:
+    """The storage at a directory or at a URL, s3://bucket/prefix or gs://bucket/prefix.
+
+    Raises:
+        StoreError: another kind of URL, obstore is not installed, or the bucket cannot be reached.
+    """
+    if isinstance(address, Storage):
+        return address
+    text = str(address)
+    if isinstance(address, Path) and re.match(r"\w+:/[^/]", text):
+        raise StoreError(f"{text} was a URL before it became a Path; give it as a string")
+    if "://" not in text:
+        return Disk(Path(text))
+    if text.split("://")[0] not in SCHEMES:
+        raise StoreError(f"{text}: stores lie in directories, at s3://bucket/prefix or at gs://bucket/prefix")
+    return Objects(text)
+
+
+class Objects(Storage):
+    """Objects below a URL; endpoint and credentials are taken from the environment.
+
+    Args:
+        address: s3://bucket/prefix or gs://bucket/prefix.
+
+    Raises:
+        StoreError: obstore is not installed, there is no such bucket, or it cannot be reached with these credentials.
+    """
+
+    threads = THREADS
+    largest = LARGEST
+
+    def __init__(self, address: str) -> None:
+        self.address = self.absolute = address.rstrip("/")
+        if not re.fullmatch(r"\w+://[^/]+/.*[^/]", self.address):
+            raise StoreError(f"{address} names no place inside a bucket; give s3://bucket/prefix or gs://bucket/prefix")
+        try:
+            import obstore
+        except ImportError as error:
+            raise StoreError(f"{address} needs obstore: pip install 'normgeo[objects]'") from error
+        self._ob, self._lost, self._held = obstore, threading.Event(), None
+        patience = datetime.timedelta(seconds=TRY_SECONDS)
+        with self._explained():
+            self._ob.list_with_delimiter(self._open(max_retries=2, retry_timeout=patience), "commits")
+            self._objects = self._open()
+
+    def _open(self, folder: str = "", **retries: Any) -> ObjectStore:
+        """A client; without `retries`, obstore's own: ten within three minutes."""
+        from obstore.store import from_url
+
+        options: Any = {"retry_config": retries} if retries else {}
+        return from_url(f"{self.address}/{folder}".rstrip("/"), **options)
+
+    @contextmanager
+    def _explained(self, name: str = "") -> Iterator[None]:
+        """Errors of the service as one line each; a missing object stays a FileNotFoundError."""
+        from obstore import exceptions
+
+        where = self.at(name) if name else self.address
+        try:
+            yield
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise
+        except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
+            reason = _reason(error)
+            if "NoSuchBucket" in reason:
+                bucket = self.address.split("/")[2]
+                raise StoreError(f"{where}: there is no bucket {bucket}; create it, or give another --store") from error
+            if isinstance(error, FileNotFoundError):
+                raise
+            if any(word in reason for word in REFUSED):
+                raise StoreError(
+                    f"{where}: the credentials are refused ({reason}); see that the environment has the right ones "
+                    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS)"
+                ) from error
+            raise StoreError(
+                f"{where} cannot be reached ({reason}); see that network, endpoint and credentials are right "
+                "(AWS_ENDPOINT_URL, AWS_REGION; AWS_ALLOW_HTTP=true for an http endpoint)"
+            ) from error
+
+    def at(self, name: str) -> str:
+        """An object's URL."""
+        return f"{self.address}/{name}"
+
+    def occupied(self) -> bool:
+        """Whether there is an object that is no lock."""
+        with self._explained():
+            return any(found["path"] != "lock" for page in self._ob.list(self._objects) for found in page)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object; None where there is none."""
+        try:
+            with self._explained(name):
+                return self._ob.head(self._objects, name)["size"]
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """The objects right below a folder, in order."""
+        with self._explained(folder):
+            found = self._ob.list_with_delimiter(self._objects, folder)["objects"]
+        return sorted(each["path"].removeprefix(f"{folder}/") for each in found)
+
+    def read(self, name: str) -> bytes:
+        """All of an object."""
+        with self._explained(name):
+            return bytes(self._ob.get(self._objects, name).bytes())
+
+    def read_range(self, name: str, start: int, n: int) -> np.ndarray:
+        """Bytes of an object, by one request."""
+        with self._explained(name):
+            try:
+                found = self._ob.get_range(self._objects, name, start=start, length=n)
+            except self._ob.exceptions.BaseError as error:
+                if "InvalidRange" not in _reason(error) and "416" not in _reason(error):
+                    raise
+                found = b""  # it ends before
+        return np.frombuffer(memoryview(found), np.uint8).copy()
+
+    def put(self, name: str, content: bytes | memoryview) -> None:
+        """Put an object, in one request."""
+        self._refuse_if_lost()
+        with self._explained(name):
+            self._ob.put(self._objects, name, content, use_multipart=False)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Put an object that is not there yet: the service refuses it where there is one."""
+        self._refuse_if_lost()
+        try:
+            with self._explained(name):
+                self._ob.put(self._objects, name, content, mode="create", use_multipart=False)
+        except self._ob.exceptions.AlreadyExistsError as error:
+            raise StoreError(f"{self.at(name)} is already there: another process writes this store") from error
+
+    def publish(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Put all objects, the deepest first."""
+        for name in sorted(files, key=lambda name: (-name.count("/"), name)):
+            self.put(f"{folder}/{name}", files[name])
+
+    def chunk(self, name: str) -> NewChunk:
+        """Bytes in memory until they are put."""
+        return _ChunkBuffer(self, name)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Nothing: what was put is safe."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        with self._explained(name):
+            self._ob.delete(self._objects, [name])
+
+    def discard(self) -> None:
+        """Remove all objects but the lock, which is renewed before: who has lost it removes nothing of another's."""
+        if not self._renewed():
+            return
+        with self._explained():
+            for page in self._ob.list(self._objects):
+                self._ob.delete(self._objects, [found["path"] for found in page if found["path"] != "lock"])
+
+    @contextmanager
+    def results(self) -> Iterator[Path]:
+        """A directory whose files are put at the end."""
+        with tempfile.TemporaryDirectory(prefix="normgeo-") as scratch:
+            yield Path(scratch)
+            for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+                self.put(file.relative_to(scratch).as_posix(), file.read_bytes())
+
+    def free(self) -> int | None:
+        """Nobody knows."""
+        return None
+
+    def rate(self, nbytes: int = 8 << 20) -> float:
+        """Bytes a second of one upload."""
+        name, content = f"scratch/rate-{os.getpid()}", np.random.default_rng(0).bytes(nbytes)
+        try:
+            began = time.perf_counter()
+            self.put(name, content)
+            return nbytes / (time.perf_counter() - began)
+        finally:
+            self.delete(name)
+
+    def zarr(self, folder: str) -> Any:
+        """A store of zarr's own of objects, through obstore."""
+        from zarr.storage import ObjectStore
+
+        return ObjectStore(self._open(folder), read_only=True)
+
+    def each(self, do: Callable[[T], R], of: Iterable[T]) -> Iterable[R]:
+        """On threads: most of the time goes by waiting for the service."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            yield from pool.map(do, of)
+
+    # --- the lock ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, run: str | None = None) -> Iterator[str]:
+        """Hold an object that says who writes, and renew it; a run's other processes find its name there."""
+        if run is not None:
+            if json.loads(self.read("lock"))["run"] != run:
+                raise StoreError(f"{self} is not the store that this run's first process writes")
+            yield run
+            return
+        run, ended = uuid.uuid4().hex, threading.Event()
+        self._held = _Held(run, self._take(_holder(run)))
+        renewing = threading.Thread(target=self._renew, args=(ended,), daemon=True)
+        renewing.start()
+        try:
+            yield run
+        finally:
+            ended.set()
+            renewing.join()
+            if not self._lost.is_set():
+                self.delete("lock")
+
+    def _take(self, mine: bytes) -> Any:
+        exceptions = self._ob.exceptions
+        try:
+            with self._explained("lock"):
+                return _version(self._ob.put(self._objects, "lock", mine, mode="create"))
+        except exceptions.AlreadyExistsError:
+            pass
+        try:
+            with self._explained("lock"):
+                found = self._ob.get(self._objects, "lock")
+                meta, holder = found.meta, json.loads(bytes(found.bytes()))
+                silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
+                if silent < LEASE_SECONDS and not _dead(holder):
+                    raise StoreError(
+                        f"another process writes {self}: process {holder['pid']} of {holder['host']}, last heard of "
+                        f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, "
+                        f"--resume {self} takes over {LEASE_SECONDS:.0f} s after it was last heard of"
+                    )
+                return _version(self._ob.put(self._objects, "lock", mine, mode=_version(meta)))
+        except (FileNotFoundError, exceptions.PreconditionError) as error:
+            raise StoreError(f"another process has just begun or ended writing {self}; try again") from error
+
+    def _renew(self, ended: threading.Event) -> None:
+        while not ended.wait(LEASE_SECONDS / 4) and not self._lost.is_set():
+            self._renewed()
+
+    def _renewed(self) -> bool:
+        """Say that this run still writes; whether it does."""
+        held = self._held
+        if held is None or self._lost.is_set():
+            return False
+        with held.renewing:
+            try:
+                mine = _holder(held.run, held.times + 1)
+                held.version = _version(self._ob.put(self._objects, "lock", mine, mode=held.version))
+                held.times += 1
+            except (FileNotFoundError, self._ob.exceptions.PreconditionError):
+                self._lost.set()
+                return False
+            except self._ob.exceptions.BaseError:  # the network may come back
+                return False
+        return True
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost.is_set():
+            raise StoreError(f"another process has taken over {self}, as this one was not heard of; this one ends")
+
+
+@dataclass
+class _Held:
+    """A lock that is held: by which run, in which version of the object, renewed how often."""
+
+    run: str
+    version: Any
+    times: int = 0
+    renewing: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _ChunkBuffer(NewChunk):
+    def __init__(self, objects: Objects, name: str) -> None:
+        self._objects, self._name, self._content = objects, name, bytearray()
+
+    def append(self, piece: np.ndarray) -> None:
+        self._content += piece.data
+
+    def finish(self) -> None:
+        self._objects.put(self._name, memoryview(self._content))
+        self._content = bytearray()
+
+    def abandon(self) -> None:
+        self._content = bytearray()
+
+
+def _reason(error: BaseException) -> str:
+    """The service's own words, without addresses of requests and debug output."""
+    text = str(error).split("\n\nDebug source")[0]
+    code, message = (re.search(rf"<{tag}>(.*?)</{tag}>", text) for tag in ("Code", "Message"))
+    if code and message:
+        return f"{code[1]}: {message[1]}"
+    return re.sub(r"\s+", " ", text.split(" - ", 1)[-1])[:200]
+
+
+def _version(found: Mapping[str, Any]) -> Any:
+    """What tells an object from a later one of its name: S3's tag, Google's generation."""
+    return {key: found[key] for key in ("e_tag", "version") if found.get(key) is not None}
+
+
+def _machine() -> str:
+    """What tells process numbers apart: the boot of a machine, and the container."""
+    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip()} {container.stat().st_ino}" if boot.exists() else socket.gethostname()
+
+
+def _holder(run: str, renewed: int = 0) -> bytes:
+    """Who writes; never twice the same, since S3's tag is a hash of the content."""
+    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "renewed": renewed}
+    return json.dumps(about).encode()
+
+
+def _dead(holder: dict[str, Any]) -> bool:
+    """Whether a process was here, and is no more."""
+    if holder["machine"] != _machine():
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

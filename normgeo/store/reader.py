@@ -1,0 +1,383 @@
+"""Reading a store of hidden states: only what is committed, and is still what was committed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import zarr
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from normgeo.errors import NormGeoError, StoreError
+from normgeo.kernels.checksum import checksum
+from normgeo.packing import Context
+from normgeo.sites import NormSite
+from normgeo.store.layout import (
+    TOKENS,
+    TRAILER,
+    ArraySpec,
+    Commit,
+    as_torch,
+    file_problems,
+    identity,
+    read_log,
+    read_record,
+    read_store,
+)
+from normgeo.store.objects import storage_at
+from normgeo.store.rebuild import Rebuild, standardized
+from normgeo.store.storage import Storage
+from normgeo.tokens import TokenStream
+
+__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates"]
+
+
+class ChunkReader:
+    """Reads one array from the beginning of a row on; every chunk is read whole, and checked before any of it is given.
+
+    Args:
+        store: the store.
+        spec: the array.
+        row: where to begin.
+        pool: reads what is expected before it is asked for; without one, reading happens when it is asked for.
+    """
+
+    def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> None:
+        self.store, self.spec, self._pool = store, spec, pool
+        self._row, self._given, self._expected = row, row * store.layout.chunk, row * store.layout.chunk
+        self._coming: deque[Callable[[], np.ndarray]] = deque()
+        self._rest = np.empty(0, np.uint8)
+
+    def expect(self, n: int) -> None:
+        """Begin to read the chunks that hold the `n` tokens after those that are expected already."""
+        self._expected += n
+        while self._row * self.store.layout.chunk < self._expected:
+            fetch = functools.partial(self._chunk, self._row)
+            self._coming.append(self._pool.submit(fetch).result if self._pool else fetch)
+            self._row += 1
+
+    def read(self, n: int) -> Shaped[np.ndarray, ...]:
+        """The next `n` tokens as they are stored: [vectors, d], or [tokens].
+
+        Raises:
+            StoreError: a chunk is missing, truncated, or not what was committed.
+        """
+        self._given += n
+        self.expect(max(0, self._given - self._expected))
+        left, pieces = n * self.spec.token_bytes, list[np.ndarray]()
+        while left:
+            if not len(self._rest):
+                self._rest = self._coming.popleft()()
+            pieces.append(self._rest[:left])
+            left, self._rest = left - len(pieces[-1]), self._rest[left:]
+        out = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+        values = out.view(self.spec.stored)
+        return values.reshape(-1, self.spec.width) if self.spec.width else values
+
+    def _chunk(self, row: int) -> np.ndarray:
+        """The bytes of a chunk's committed tokens."""
+        layout, storage, name = self.store.layout, self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
+        n, crc = self.store.committed[row].chunks[self.spec.name]
+        try:
+            found = storage.read_range(name, 0, n + TRAILER + 1)  # a byte more than there should be
+        except OSError as error:
+            raise StoreError(f"{storage.at(name)} cannot be read: {error}") from error
+        if len(found) != n + TRAILER or checksum(found[:n]) != crc:
+            raise StoreError(
+                f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
+            )
+        return found[: (layout.stop(row) - row * layout.chunk) * self.spec.token_bytes]
+
+
+class HiddenStates:
+    """One phase of one site: `[vectors, d]` numbers, of which the committed ones are there.
+
+    As numpy arrays (by index or slice), a dask array (`dask`), one tensor (`torch`) or many (`batches`): all compared
+    with the commit log while they are read. `array` is what zarr reads, without that comparison.
+
+    Attributes:
+        dtype: of the hidden states; bfloat16 is stored as uint16.
+        shape: committed vectors and their width.
+    """
+
+    def __init__(self, store: HiddenStateStore, spec: ArraySpec) -> None:
+        self._store, self.spec = store, spec
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.shape = (store.n_tokens * spec.heads, spec.width)
+
+    @property
+    def array(self) -> zarr.Array:
+        """The zarr array of the stored numbers: also of vectors that are not committed, and fill for missing chunks.
+
+        Raises:
+            StoreError: its metadata is missing or damaged.
+        """
+        return self._store.array(self.spec.name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, which: int | slice) -> np.ndarray:
+        """Stored numbers of one committed vector, or of a slice of them.
+
+        Raises:
+            StoreError: a chunk is missing, truncated, or not what was committed.
+        """
+        if not isinstance(which, slice):
+            at = range(len(self))[which]
+            return self._between(at, at + 1)[0]
+        wanted = range(len(self))[which]
+        if not wanted:
+            return self._between(0, 0)
+        found = self._between(min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1)
+        return found[:: wanted.step]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for row in range(len(self._store.commit_log)):
+            yield from self.chunk(row)
+
+    def chunk(self, row: int) -> np.ndarray:
+        """Stored numbers of the committed vectors of a row of chunks."""
+        layout = self._store.layout
+        start, stop = row * layout.chunk, layout.stop(row)
+        return self._between(start * self.spec.heads, stop * self.spec.heads)
+
+    def _between(self, start: int, stop: int) -> np.ndarray:
+        """Vectors from `start` up to `stop`: their chunks are read whole."""
+        heads, chunk = self.spec.heads, self._store.layout.chunk
+        row = start // heads // chunk
+        before = row * chunk * heads
+        found = ChunkReader(self._store, self.spec, row).read(max(0, -(-stop // heads) - row * chunk))
+        return found[start - before : stop - before]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+    def torch(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "vectors d"]:
+        """A range of the committed vectors in their own dtype."""
+        return as_torch(np.ascontiguousarray(self[start:stop]), self.spec.dtype)
+
+    def dask(self) -> Any:
+        """The committed vectors as a dask array, a block a chunk; bfloat16, which numpy has not, as float32.
+
+        Raises:
+            NormGeoError: dask is not installed.
+        """
+        try:
+            import dask.array
+        except ImportError as error:
+            raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
+        store, spec = self._store, self.spec
+        block = functools.partial(_block, store.storage.absolute, _seen(store), len(store.commit_log), spec)
+        rows = tuple((commit.stop - commit.start) * spec.heads for commit in store.commit_log)
+        dtype = np.dtype(np.float32) if spec.dtype == "bfloat16" else spec.stored
+        if not rows:
+            return dask.array.zeros(self.shape, dtype=dtype)  # pyright: ignore
+        meta, name = np.empty((0, 0), dtype), f"{spec.name}-{uuid.uuid4().hex}"
+        return dask.array.map_blocks(  # pyright: ignore
+            lambda block_id: block(block_id[0]), chunks=(rows, (spec.width,)), dtype=dtype, meta=meta, name=name
+        )
+
+    def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
+        """All committed vectors in order, of so many tokens at once.
+
+        Raises:
+            StoreError: a chunk is missing, truncated, or not what was committed.
+            ValueError: `n_tokens` is below 1.
+        """
+        if n_tokens < 1:
+            raise ValueError(f"a batch has at least one token, received {n_tokens}")
+        return self._batches(n_tokens)
+
+    def _batches(self, n_tokens: int) -> Iterator[Tensor]:
+        reader = ChunkReader(self._store, self.spec)
+        for start in range(0, self._store.n_tokens, n_tokens):
+            yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
+
+
+def _seen(store: HiddenStateStore, rows: int | None = None) -> str:
+    """Identity of a store's first rows: of what was captured from what, and of the statistics of the numbers."""
+    return identity([store.store_id, [commit.state for commit in store.commit_log[:rows]]])
+
+
+@functools.lru_cache(4)
+def _opened(path: str, seen: str, rows: int) -> HiddenStateStore:
+    """A store, opened once in a process that computes with its blocks; its first rows are those that were `seen`."""
+    store = HiddenStateStore(path)
+    if _seen(store, rows) != seen:
+        raise StoreError(f"{path} holds another capture than when this dask array was made; make it again")
+    return store
+
+
+def _block(path: str, seen: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
+    """The numbers of a row of chunks; bfloat16 as float32."""
+    stored = HiddenStates(_opened(path, seen, rows), spec).chunk(row)
+    return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
+
+
+class HiddenStateStore:
+    """A store that `normgeo capture` wrote, complete or not; only what is committed is read.
+
+    Args:
+        path: its directory, or its URL (s3://bucket/prefix, gs://bucket/prefix).
+
+    Attributes:
+        provenance: what was captured from what.
+        layout: the arrays.
+        sites: the sites, in the order of the forward pass.
+        committed: the complete rows of chunks, by number; a capture by several processes leaves gaps until it ends.
+        commit_log: those from the first on, up to the first gap.
+        n_tokens: tokens in the log.
+
+    Raises:
+        StoreError: there is no store, it cannot be reached, or its records are damaged.
+
+    >>> store = HiddenStateStore(path)                                              # doctest: +SKIP
+    >>> store.open("transformer.h.0.ln_1", "pre").torch(0, 1000).norm(dim=1)        # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path | Storage) -> None:
+        self.storage = storage_at(path)
+        self.record, self.layout, self.store_id = read_store(self.storage)
+        self.provenance: dict[str, Any] = self.record["provenance"]
+        self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
+        if self.record["status"] == "complete" and len(self.committed) < self.layout.rows:
+            raise StoreError(f"{self.storage} is damaged: records of rows are missing; normgeo verify names them")
+        rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
+        self.commit_log: list[Commit] = [self.committed[row] for row in rows]
+        self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
+        self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tokens are there."""
+        return self.n_tokens == self.layout.n_tokens
+
+    @property
+    def incomplete(self) -> str:
+        """In words, how much of the store is there, where it is incomplete; else nothing."""
+        there = sum(commit.stop - commit.start for commit in self.committed.values())
+        found = f"{self.storage} is incomplete: {there:,} of {self.layout.n_tokens:,} tokens are committed"
+        return "" if self.complete else f"{found}; normgeo capture --resume {self.storage} goes on"
+
+    @functools.cached_property
+    def root(self) -> zarr.Group:
+        """The zarr group."""
+        try:
+            return zarr.open_group(self.storage.zarr("hidden.zarr"), mode="r")
+        except (OSError, ValueError, KeyError) as error:
+            raise StoreError(f"{self.storage.at('hidden.zarr')} cannot be opened: {error}") from error
+
+    def array(self, name: str) -> zarr.Array:
+        """An array as zarr sees it.
+
+        Raises:
+            StoreError: its metadata is missing or damaged.
+        """
+        with self._named(name):
+            return cast(zarr.Array, self.root[name])
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """What zarr raises, with the place of it."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            where = self.storage.at(f"hidden.zarr/{name}")
+            raise StoreError(f"{where} is missing or damaged; normgeo verify names all that is ({error!r})") from error
+
+    def spec(self, site: str, phase: str) -> ArraySpec:
+        """The array of a site's phase.
+
+        Raises:
+            StoreError: it is not in the store.
+        """
+        name = f"sites/{site}/{phase}"
+        for spec in self.layout.arrays:
+            if spec.name == name:
+                return spec
+        phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
+        keys = [s.key for s in self.sites]
+        raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
+
+    def open(self, site: str, phase: str = "pre") -> HiddenStates:
+        """The hidden states of a site before (`pre`) or after its norm, as far as they are stored."""
+        return HiddenStates(self, self.spec(site, phase))
+
+    def tokens(self, name: str) -> np.ndarray:
+        """Id, document or position of every committed token.
+
+        Raises:
+            StoreError: there is no such array, or a chunk is missing or not what was committed.
+        """
+        for spec in self.layout.arrays[: len(TOKENS)]:
+            if spec.phase == name:
+                return ChunkReader(self, spec).read(self.n_tokens)
+        raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
+
+    def rebuild(self, site: NormSite) -> Rebuild:
+        """How a site's output follows from its input.
+
+        Raises:
+            StoreError: what is stored of the norm is missing or damaged.
+        """
+        names = self._norm_files(site)
+        with self._named(f"sites/{site.key}"):
+            group: Any = self.root[f"sites/{site.key}"]
+            about = group.attrs
+            stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # noqa: E731
+            there = lambda n: f"sites/{site.key}/{n}/zarr.json" in names  # noqa: E731
+            gain, bias = (stored(name) if there(name) else None for name in ("gain", "bias"))
+            return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
+
+    def _norm_files(self, site: NormSite) -> list[str]:
+        """The files of `hidden.zarr` that say what a norm does, compared with the manifest."""
+        home = f"sites/{site.key}/"
+        own = (f"{home}zarr.json", f"{home}gain/", f"{home}bias/")
+        sums = {name: sha256 for name, sha256 in self._manifest.items() if name.startswith(own)}
+        each = self.storage.each(lambda x: file_problems(self.storage, f"hidden.zarr/{x[0]}", x[1]), sums.items())
+        if problems := list(itertools.chain.from_iterable(each)):
+            raise StoreError(f"{problems[0]}; normgeo verify names all that is")
+        return list(sums)
+
+    @functools.cached_property
+    def _manifest(self) -> dict[str, str]:
+        """sha256 of the files of `hidden.zarr` that are no chunks of hidden states."""
+        return read_record(self.storage, "manifest.json")["files"]
+
+    def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
+        """The standardized or the post-norm vectors of inputs of a site."""
+        return standardized(pre, site.kind, site.eps) if phase == "standardized" else self.rebuild(site)(pre, site.eps)
+
+    def stream(self) -> TokenStream:
+        """The committed tokens, in the contexts that the model saw."""
+        about = self.provenance["identity"]["about"]
+        return TokenStream(
+            self._contexts, about["context"], str(self.storage), about["data_sha256"], about["packing"], self.n_tokens
+        )
+
+    def _contexts(self, start: int = 0) -> Iterator[Context]:
+        readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
+        rest = np.empty((len(readers), 0), np.int64)  # the beginning of a context, of which more comes
+        done = 0  # tokens before it
+        for commit in self.commit_log:
+            read = np.stack([reader.read(commit.stop - commit.start) for reader in readers])
+            ids, owner, position = found = np.concatenate([rest, read], axis=1)
+            starts: list[int] = np.flatnonzero(position == 0).tolist()
+            for begin, stop in itertools.pairwise(starts):
+                if done + begin >= start:
+                    yield ids[begin:stop], owner[begin:stop]
+            last = starts[-1] if starts else 0
+            rest, done = found[:, last:], done + last
+        if rest.size and done >= start:
+            yield rest[0], rest[1]

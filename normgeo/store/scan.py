@@ -1,0 +1,381 @@
+"""The angles from a store, without the model: rows of chunks side by side, on threads or on a cluster of dask's.
+
+A task reads a few rows of the chunks of a few sites and gives their statistics, which are merged in the order of the
+tasks. Sums of whole numbers are exact, so that neither the cut into tasks nor who does them shows in the result. There
+are never more tasks under way than twice the workers: memory does not depend on the number of tokens, but for the
+commit log's sizes and checksums, some 200 bytes a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normgeo.angles.measure import AngleTable, select_sites
+from normgeo.angles.runs import default_out, disk_explained, save_record, write_results
+from normgeo.angles.statistics import AngleStatistics
+from normgeo.errors import NormGeoError, RunError, StoreError
+from normgeo.geometry import Directions
+from normgeo.kernels.checksum import checksum, joined
+from normgeo.sites import NormSite
+from normgeo.store.layout import as_numpy, as_torch
+from normgeo.store.reader import ChunkReader, HiddenStateStore
+from normgeo.store.rebuild import Rebuild
+from normgeo.system.files import check_folder, taken
+from normgeo.system.memory import memory_kept
+from normgeo.system.progress import progress_bar
+from normgeo.tokens import TokenBatch
+
+__all__ = ["angles_from_store", "run_from_store"]
+
+BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
+TASKS_A_WORKER = 4  # at least, where the store has as much to share out
+AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read together; of a site if they are more
+WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
+CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What all tasks have in common; `name` is new for every scan."""
+
+    name: str
+    path: str
+    sites: str | None
+    null: int
+    null_every: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows from `first` up to `stop`, and the batches that begin in them, of some of the sites.
+
+    With the last sites of its rows, `n_tokens` are done.
+    """
+
+    first: int
+    stop: int
+    batches: list[TokenBatch]
+    sites: range
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Statistics of a task's sites, and those whose rebuilt outputs are not the model's to the last bit."""
+
+    state: dict[str, Tensor]
+    differing: set[str]
+
+
+def angles_from_store(
+    path: str | Path, *, null: int | None = None, null_every: int | None = None, seed: int | None = None,
+    sites: str | None = None, batch: int | None = None, scheduler: str | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+) -> AngleTable:  # fmt: skip
+    """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
+
+    Args:
+        path: the store; of an incomplete one, the committed tokens.
+        null: number of random directions in the null ensemble; as many as `capture` had, unless said.
+        null_every: the null ensemble meets one token in so many; as in `capture`, unless said.
+        seed: of the random directions; as in `capture`, unless said.
+        sites: a pattern for `select_sites`.
+        batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
+        scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
+            one, as many threads as torch has.
+        announce: told where rebuilt outputs are not those of the model to the last bit.
+        progress: show a progress bar.
+
+    Raises:
+        StoreError: the store is damaged, holds nothing, or was captured without its inputs.
+        NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
+    """
+    store = HiddenStateStore(path)
+    if not store.n_tokens:
+        raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")
+    identity = store.provenance["identity"]
+    asked = {"null": null, "null_every": null_every, "seed": seed}
+    drawn = {name: identity[name] if value is None else value for name, value in asked.items()}
+    reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, **drawn), store)
+    if store.incomplete:
+        announce(store.incomplete)
+    with memory_kept():
+        statistics, differing = _scanned(reader, batch or identity["batch"], scheduler, progress)
+    if differing:
+        announce(
+            f"rebuilt outputs at {len(differing)} of {len(statistics.sites)} sites are the model's to rounding, not to "
+            f"the last bit (first {differing[0]}); capture with --phases pre,post for those"
+        )
+    return AngleTable.from_statistics(statistics, identity["label"])
+
+
+def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[AngleTable, Path]:
+    """`angles_from_store`, written to a directory as a run is, with the store's provenance in its `run.json`.
+
+    Raises:
+        StoreError: as for `angles_from_store`.
+        RunError: the directory is not empty.
+    """
+    store = HiddenStateStore(path)
+    where = out or default_out((store.provenance["identity"]["label"],))
+    if taken(where):
+        raise RunError(f"{where} is not empty; give another --out")
+    check_folder(where)
+    with disk_explained(where), _made(where):
+        table = angles_from_store(path, **options)
+        write_results(table, where)
+        about = store.provenance["identity"]["about"]
+        record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
+        save_record(where, record)
+    return table, where
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A directory that is there before anything is computed, and gone again where nothing came of it."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def _tasks(reader: _Reader, batch: int, workers: int) -> Iterator[_Task]:
+    """Cut rows and sites into tasks: long enough that little is read twice, short enough that all workers have some."""
+    store, sites = reader.store, len(reader.sites)
+    chunk, rows, wanted = store.layout.chunk, len(store.commit_log), TASKS_A_WORKER * workers
+    tokens = batch * store.provenance["identity"]["about"]["context"]
+    at_least = max(1, min(BATCHES_A_TASK * tokens // chunk, rows // wanted))
+    together = reader.token_bytes * max(chunk, tokens)  # of all sites
+    parts = min(sites, max(-(-wanted * at_least // rows), -(-together // min(AT_ONCE, IN_ALL // workers))))
+    cuts = [sites * part // parts for part in range(parts + 1)]
+    for first, stop, batches in _rows(store, batch, at_least):
+        n_tokens = sum(batch.n_tokens for batch in batches)
+        for begin, end in itertools.pairwise(cuts):
+            yield _Task(first, stop, batches, range(begin, end), n_tokens if end == sites else 0)
+
+
+def _rows(store: HiddenStateStore, batch: int, at_least: int) -> Iterator[tuple[int, int, list[TokenBatch]]]:
+    """Rows, at least so many, and the batches that begin in them."""
+    first, begun = 0, list[TokenBatch]()
+    for piece in store.stream().batches(store.n_tokens, batch):
+        row = piece.start // store.layout.chunk
+        if row - first >= at_least:
+            yield first, row, begun
+            first, begun = row, []
+        begun.append(piece)
+    yield first, len(store.commit_log), begun
+
+
+def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: int) -> Iterator[tuple[_Task, _Found]]:
+    """Results in the order of the tasks, of which so many are under way or waiting to be taken."""
+    waiting: deque[tuple[_Task, Any]] = deque()
+    for task in tasks:
+        waiting.append((task, begin(task)))
+        if len(waiting) == at_most:
+            task, future = waiting.popleft()
+            yield task, future.result()
+    while waiting:
+        task, future = waiting.popleft()
+        yield task, future.result()
+
+
+def _scanned(reader: _Reader, batch: int, scheduler: str | None, progress: bool) -> tuple[AngleStatistics, list[str]]:
+    """The statistics of all committed tokens, and the sites whose rebuilt outputs are not the model's."""
+    statistics, differing, store = reader.statistics(reader.sites), set[str](), reader.store
+    run = reader.run if scheduler is None else functools.partial(_run, reader.scan)
+    with (
+        _threads() if scheduler is None else _cluster(scheduler) as (submit, workers),
+        progress_bar(store.provenance["identity"]["label"], store.n_tokens, enabled=progress) as advance,
+    ):
+        tasks = _tasks(reader, batch, workers)
+        for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
+            statistics.add_state_dict(found.state, task.sites)
+            differing |= found.differing
+            advance(task.n_tokens)
+    return statistics, [site.key for site in statistics.sites if site.key in differing]
+
+
+def _run(scan: _Scan, task: _Task) -> _Found:
+    return _reader(scan).run(task)
+
+
+@functools.lru_cache(maxsize=1)
+def _reader(scan: _Scan) -> _Reader:
+    """Opened once in a worker of a cluster."""
+    return _Reader(scan, HiddenStateStore(scan.path))
+
+
+class _Reader:
+    """What a process needs for its tasks."""
+
+    def __init__(self, scan: _Scan, store: HiddenStateStore) -> None:
+        self.scan, self.store, self.sites = scan, store, select_sites(store.sites, scan.sites)
+        widths = sorted({site.d for site in self.sites})
+        self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
+        stored = {spec.name for spec in store.layout.arrays}
+        if absent := [site.key for site in self.sites if f"sites/{site.key}/pre" not in stored]:
+            raise StoreError(
+                f"{store.storage} was captured without the inputs of {absent[0]}, from which its angles are computed; "
+                "capture with --phases pre, or pre,post"
+            )
+        self._missing = {site.key for site in self.sites if f"sites/{site.key}/post" not in stored}
+        self._rebuild = functools.cache(store.rebuild)
+        self._pool = ThreadPoolExecutor(torch.get_num_threads() * store.storage.threads, "read")
+        self._free = defaultdict[range, list[AngleStatistics]](list)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that are read for a token of all sites."""
+        phases = [(site, phase) for site in self.sites for phase in ("pre", "post")]
+        stored = [(site, phase) for site, phase in phases if phase == "pre" or site.key not in self._missing]
+        return sum(self.store.spec(site.key, phase).token_bytes for site, phase in stored)
+
+    def statistics(self, sites: Sequence[NormSite]) -> AngleStatistics:
+        """Empty ones."""
+        bos = self.store.provenance["identity"]["about"]["bos"]
+        return AngleStatistics(sites, self._directions, bos=bos, null_every=self.scan.null_every)
+
+    def _replay(self, site: NormSite, row: int) -> _Replay:
+        rebuild = self._rebuild(site) if site.key in self._missing else None
+        return _Replay(self.store, site, rebuild, row, self._pool)
+
+    def run(self, task: _Task) -> _Found:
+        """Read the task's rows to their ends, and on to the end of its last batch."""
+        sites, free = self.sites[task.sites.start : task.sites.stop], self._free[task.sites]
+        try:
+            statistics = free.pop()  # of a task that is done
+        except IndexError:
+            statistics = self.statistics(sites)
+        begun = task.batches[0].start - task.first * self.store.layout.chunk
+        with memory_kept(), torch.inference_mode():
+            replays = [self._replay(site, task.first) for site in sites]
+            for replay in replays:
+                replay.expect(begun + task.batches[0].n_tokens)
+            for replay in replays if begun else []:
+                replay.next(begun)  # of a batch that the task before has; here for the checksums of what is rebuilt
+            for batch, after in itertools.zip_longest(task.batches, task.batches[1:]):
+                statistics.begin(batch)
+                for i, replay in enumerate(replays):
+                    pre, post = replay.next(batch.n_tokens)
+                    if after is not None:
+                        replay.expect(after.n_tokens)
+                    statistics.take(i, "pre", pre)
+                    statistics.take(i, "post", post)
+                statistics.end()
+        last = task.batches[-1]
+        assert last.start + last.n_tokens >= self.store.layout.stop(task.stop - 1)  # every chunk was read to its end
+        found = _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
+        statistics.clear()
+        free.append(statistics)
+        return found
+
+
+class _Replay:
+    """What went into and came out of one norm, from the beginning of a row on."""
+
+    def __init__(
+        self, store: HiddenStateStore, site: NormSite, rebuild: Rebuild | None, row: int, pool: Executor
+    ) -> None:
+        self.store, self.site = store, site
+        self.differs = rebuild is not None and not rebuild.bit_equal
+        self._pre = ChunkReader(store, store.spec(site.key, "pre"), row, pool)
+        self._post = ChunkReader(store, store.spec(site.key, "post"), row, pool) if rebuild is None else None
+        self._rebuild, self._at, self._crc = rebuild, row * store.layout.chunk, 0
+
+    def expect(self, n: int) -> None:
+        """Have the next `n` tokens come while others are computed with."""
+        self._pre.expect(n)
+        if self._post is not None:
+            self._post.expect(n)
+
+    def next(self, n: int) -> tuple[Tensor, Tensor]:
+        """The vectors of the next `n` tokens, before and after the norm."""
+        spec = self._pre.spec
+        pre = as_torch(self._pre.read(n), spec.dtype)
+        if self._post is not None:
+            return pre, as_torch(self._post.read(n), spec.dtype)
+        assert self._rebuild is not None
+        post = self._rebuild(pre, self.site.eps)
+        if not self.differs:
+            self._compare(as_numpy(post).reshape(-1).view(np.uint8), n, spec.token_bytes)
+        return pre, post
+
+    def _compare(self, raw: np.ndarray, n: int, size: int) -> None:
+        """Compare the checksum of what is rebuilt with that of what the model gave, row by row."""
+        while n:
+            commit = self.store.commit_log[self._at // self.store.layout.chunk]
+            taken = min(n, commit.stop - self._at)
+            self._crc = joined(self._crc, checksum(raw[: taken * size]), taken * size)
+            raw, n, self._at = raw[taken * size :], n - taken, self._at + taken
+            if self._at == commit.stop:
+                self.differs |= self._crc != commit.post.get(self.site.key)
+                self._crc = 0
+
+
+# --- who does them ---------------------------------------------------------------------------------------------------
+
+Submit = Callable[..., Any]
+
+
+@contextmanager
+def _threads() -> Iterator[tuple[Submit, int]]:
+    """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
+    threads = torch.get_num_threads()
+    workers = WORKERS_A_THREAD * threads
+    pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool.submit, workers
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[tuple[Submit, int]]:
+    """The workers of a dask.distributed cluster.
+
+    Raises:
+        NormGeoError: dask is not installed, nobody answers at the address, there are no workers, or they die.
+    """
+    try:
+        import distributed
+        from distributed.comm.addressing import get_address_host_port
+    except ImportError as error:
+        raise NormGeoError("--scheduler needs dask.distributed: pip install 'normgeo[dask]'") from error
+    try:
+        get_address_host_port(address, strict=True)
+        client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
+        raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=CONNECT_SECONDS)
+        except TimeoutError as error:
+            raise NormGeoError(f"the dask scheduler at {address} has no workers: start some") from error
+        try:
+            yield functools.partial(client.submit, pure=False), sum(client.nthreads().values())
+        except (distributed.KilledWorker, CancelledError) as error:
+            raise NormGeoError(f"the dask cluster at {address} lost its workers: {error}") from error
+        except ModuleNotFoundError as error:
+            raise NormGeoError(f"the workers of {address} lack a package ({error}); install normgeo there") from error

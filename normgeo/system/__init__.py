@@ -1,0 +1,1 @@
+"""The machine: files that are there whole, memory, processes, progress, and time that can be trusted."""

@@ -1,0 +1,1 @@
+"""Twins trained with LayerNorm and RMSNorm, and the angles of every checkpoint."""

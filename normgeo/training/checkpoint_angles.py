@@ -1,0 +1,210 @@
+"""`normgeo angles --checkpoints`: the angles of every checkpoint of a training (*Geometry* section 3.3).
+
+run.json                  what is measured on what: configuration, checkpoints and data by hash, versions, command line
+parts/<model>-<step>.parquet    one per checkpoint that is done, with what it was measured on: what a resumed run does
+                          not do again
+angles.parquet            all of them, with a column `step`
+figures/                  angles by step, of every layer and of the middle one, and a map of layers by steps
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from normgeo import figures
+from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
+from normgeo.angles.measure import measure_angles
+from normgeo.angles.runs import disk_explained, new_record, now, safe_name, save_record
+from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.system.files import check_folder, numbered, taken, write_whole
+from normgeo.training import figures as training_figures
+from normgeo.training.state import whole_directory
+
+__all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
+
+STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
+MEASURED = (*SAME, "context")
+OF_A_MODEL = ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model after so many steps of training, and the name of what is trained."""
+
+    model: str
+    step: int
+    path: Path
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints below a directory: those of `normgeo train`, or any directories named step-N or checkpoint-N.
+
+    Raises:
+        ModelError: there are none, or two have one name and one step.
+    """
+    found = []
+    for config in sorted(folder.rglob("config.json")):
+        path = config.parent
+        number = STEP.fullmatch(path.name)
+        if number and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+            found.append(Checkpoint(home.resolve().name, int(number[1]), path))
+    if not found:
+        raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
+    taken: dict[tuple[str, int], Path] = {}
+    for point in found:
+        if other := taken.get((point.model, point.step)):
+            raise ModelError(f"{point.path} and {other} have the same name and step; measure them apart")
+        taken[point.model, point.step] = point.path
+    return sorted(found, key=lambda point: (point.model, point.step))
+
+
+def default_out(folder: Path) -> Path:
+    """`runs/<folder>-checkpoints-<date>`, with a number behind it where that is taken."""
+    return numbered(Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}")
+
+
+def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
+    """Measure every checkpoint in a new directory; see `measure_checkpoints`.
+
+    Raises:
+        RunError: the directory holds something, or the disk is full.
+        NormGeoError: whatever is wrong with a model or the data.
+    """
+    if taken(out):
+        hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
+        raise RunError(f"{out} exists already; give another --out{hint}")
+    check_folder(out)
+    points = find_checkpoints(folder)
+    record = new_record(config) | {"checkpoints": str(folder)}
+    try:
+        return _finish(points, config, out, record, **options)
+    except NormGeoError:
+        if out.exists() and not any(out.glob("parts/*.parquet")):
+            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+        raise
+
+
+def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
+    """Finish what `start_checkpoints` began in a directory; None where it began something else.
+
+    Raises:
+        RunError: it is complete, or the data, a tokenizer or a measured checkpoint are no longer those it began with.
+    """
+    try:
+        record = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if "checkpoints" not in record:
+        return None
+    if record["status"] == "complete":
+        raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
+    points = find_checkpoints(Path(record["checkpoints"]))
+    return _finish(points, RunConfig.recorded(record["config"]), out, record, **options)
+
+
+def _finish(
+    points: list[Checkpoint], config: RunConfig, out: Path, record: dict[str, Any], **options: Any
+) -> pd.DataFrame:
+    models: dict[str, Any] = record.setdefault("models", {})
+
+    def note(point: Checkpoint, about: dict[str, Any]) -> None:
+        models[_name(point)] = about
+        with disk_explained(out):
+            out.mkdir(parents=True, exist_ok=True)
+            save_record(out, record)
+
+    with disk_explained(out):
+        frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
+        with whole_directory(out / "figures") as scratch:
+            draw(frame, scratch)
+        write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
+        save_record(out, record | {"status": "complete", "finished": now()})
+    return frame
+
+
+def measure_checkpoints(
+    points: list[Checkpoint],
+    config: RunConfig,
+    parts: Path | None = None,
+    *,
+    announce: Callable[[str], None] = lambda line: None,
+    note: Callable[[Checkpoint, dict[str, Any]], None] = lambda point, about: None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """The angles of every checkpoint on the same tokens: an `AngleTable`'s frame with a column `step`.
+
+    Args:
+        points: from `find_checkpoints`.
+        config: data, tokens and directions, as for one model.
+        parts: keep every checkpoint's table here, and do not measure those that are there.
+        announce: called with a line for each checkpoint.
+        note: called with each checkpoint and its weights, tokenizer and data by hash, before it is measured.
+        progress: show progress bars.
+
+    Raises:
+        RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
+            weights.
+        NormGeoError: whatever is wrong with a model or the data.
+    """
+    config = replace(config, data=config.data or "wikipedia")
+    options: dict[str, Any] = {
+        "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
+        "progress": progress,
+    }  # fmt: skip
+    files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
+    done = {point: pd.read_parquet(file) for point, file in files.items() if file is not None and file.is_file()}
+    abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
+    for number, (point, file) in enumerate(files.items(), 1):
+        before = next((about for other, about in abouts.items() if other.model == point.model), None)
+        job = prepare(config, str(point.path), before=before)
+        about = job.about | {"sites": [site.key for site in job.sites]}
+        where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
+        for other, then in abouts.items():  # a table of one model is of one text, cut in one way
+            check_same(then, about, where, OF_A_MODEL if other.model == point.model else OF_A_MODEL[:1])
+        check_same(abouts.setdefault(point, about), about, where, MEASURED)
+        note(point, about)
+        if point not in done:
+            announce(f"{point.model}, step {point.step:,} ({number} of {len(points)})")
+            done[point] = _measured(point, job, options)
+            done[point].attrs = {"about": about}
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, done[point].to_parquet(None, index=False))
+        del job  # before the next model is loaded
+    table = pd.concat([done[point] for point in points], ignore_index=True)
+    table.attrs = {}
+    return table
+
+
+def _name(point: Checkpoint) -> str:
+    return f"{safe_name(point.model)}-{point.step:08}"
+
+
+def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFrame:
+    table = measure_angles(
+        job.model, job.tokens, n_tokens=job.n_tokens, sites=job.sites, bos=job.bos, name=point.model, **options
+    )
+    table.frame.insert(1, "step", point.step)
+    return table.frame
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> None:
+    """Every figure of the angles by step, as .png and .svg."""
+    figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
+    layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
+    if not layers:  # --sites final: none of the norms is a layer's
+        return
+    middle = int(layers[len(layers) // 2])
+    figures.save(training_figures.one_layer(frame, middle), folder / f"by-step-layer-{middle}")
+    for direction in figures.COLORS:
+        figures.save(training_figures.all_layers(frame, direction), folder / f"by-step-{direction}")

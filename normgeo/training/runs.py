@@ -1,0 +1,228 @@
+"""`normgeo train`: a directory of twins that a kill cannot damage and that `--resume` finishes.
+
+train.json                  what is trained, on what, how
+tokenizer/                  the tokenizer that all twins share
+<norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
+<norm>/tensorboard/         with --tensorboard, every step's losses
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+
+from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.models import load_tokenizer
+from normgeo.system.files import check_folder, numbered, taken
+from normgeo.tokens import SAMPLE, TokenStream, load_tokens, read_documents
+from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
+from normgeo.training.log import tensorboard
+from normgeo.training.recipe import NORMS, Recipe, described
+from normgeo.training.state import checkpoint_path, whole_directory, write_json
+from normgeo.training.train import start_accelerator, train
+from normgeo.training.twins import train_tokenizer
+
+__all__ = ["TrainConfig", "default_out", "resume_training", "start_training"]
+
+GPT2 = "openai-community/gpt2"
+VOCABULARY, SMALLEST = 4096, 257
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train on what.
+
+    Attributes:
+        norm: one of the norms, or `both`: layernorm and rmsnorm.
+        data: openwebtext, wikipedia, sample, or a file that `normgeo angles` takes.
+        exclude: a file of documents to leave out: the held-out text.
+        tokenizer: hub id or directory; None learns one from a file of text, and is GPT-2's for what is streamed.
+        vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file; None is 4096.
+        device: auto, cpu, cuda or mps.
+    """
+
+    norm: str = "both"
+    data: str = "openwebtext"
+    exclude: str | None = None
+    tokenizer: str | None = None
+    vocabulary: int | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.norm not in (*NORMS, "both"):
+            raise NormGeoError(f"no norm {self.norm!r} to train; choose {', '.join(NORMS)} or both")
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The twins to train, in order."""
+        return ("layernorm", "rmsnorm") if self.norm == "both" else (self.norm,)
+
+
+def default_out(size: str) -> Path:
+    """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
+    return numbered(Path("runs") / f"train-{size}-{datetime.date.today()}")
+
+
+def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
+    """Train twins in a new directory.
+
+    Returns:
+        The last checkpoint of each.
+
+    Raises:
+        RunError: the directory holds something, or the disk is full.
+        NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
+    """
+    state = accelerate.PartialState(cpu=config.device == "cpu")
+    occupied = taken(out)
+    state.wait_for_everyone()  # no process writes before every one has looked
+    if occupied:
+        hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
+        raise RunError(f"{out} exists already; {hint}give another --out")
+    check_folder(out)
+    _check(config)
+    start_accelerator(recipe, config.device)
+    given = _prepared(config, recipe, None)
+    record = {
+        "config": asdict(config), "recipe": described(recipe), "vocabulary": given.vocabulary,
+        "data_sha256": given.corpus.digest, "packing": given.corpus.packing,
+        "exclude_sha256": _digest(given.excluded), "status": "running",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
+    }  # fmt: skip
+    if state.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        if given.tokenizer is not None:
+            with whole_directory(out / "tokenizer") as scratch:
+                given.tokenizer.save_pretrained(scratch)
+        write_json(out / "train.json", record)
+    state.wait_for_everyone()
+    try:
+        return _train_all(config, recipe, out, record, given, **options)
+    except NormGeoError as error:
+        if state.is_main_process and not isinstance(error, RunError) and not any(out.glob("*/state-*")):
+            shutil.rmtree(out)  # resumed, it would fail in the same way
+        raise
+
+
+def resume_training(out: Path, **options: Any) -> dict[str, Path]:
+    """Finish an interrupted training with the settings it was started with.
+
+    Raises:
+        RunError: there is none, it is complete, or the data are others now.
+    """
+    record = _read(out)
+    if record["status"] == "complete":
+        raise RunError(f"the training in {out} is complete")
+    config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
+    folder = out / "tokenizer"
+    given = _prepared(config, recipe, folder if folder.is_dir() else None)
+    found = {
+        "data_sha256": given.corpus.digest, "vocabulary": given.vocabulary,
+        "exclude_sha256": _digest(given.excluded),
+    }  # fmt: skip
+    for key, now in found.items():
+        if record.get(key) != now:
+            raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
+    return _train_all(config, recipe, out, record, given, **options)
+
+
+class _Given(NamedTuple):
+    """What a configuration stands for."""
+
+    tokenizer: Any
+    corpus: Corpus
+    vocabulary: int
+    excluded: set[str]
+    held_out: TokenStream | None
+
+
+def _digest(documents: set[str]) -> str:
+    """sha256 of documents, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(documents)).encode()).hexdigest()
+
+
+def _read(out: Path) -> dict[str, Any]:
+    path = out / "train.json"
+    if not path.is_file():
+        raise RunError(f"{out} holds no train.json; there is no training to resume")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse what would be ignored, and a vocabulary that cannot hold every byte and the end of a text."""
+    ids, name = config.data.endswith(".npy"), config.tokenizer or (GPT2 if config.data in HUB else None)
+    if ids and config.tokenizer:
+        raise NormGeoError(f"{config.data} holds token ids, which need no tokenizer: leave out --tokenizer")
+    if config.vocabulary is None:
+        return
+    if name:
+        raise NormGeoError(f"the tokenizer {name} has a vocabulary of its own: leave out --vocabulary")
+    if config.vocabulary < (least := 1 if ids else SMALLEST):
+        raise NormGeoError(f"--vocabulary must be at least {least}, received {config.vocabulary}")
+
+
+def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Given:
+    if config.data in HUB:
+        check_hub(config.data)
+    excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
+    tokenizer = _tokenizer(config, stored, excluded)
+    corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
+    vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
+    if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
+        raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
+    held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
+    return _Given(tokenizer, corpus, vocabulary, excluded, held_out)
+
+
+def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
+    if config.data.endswith(".npy"):
+        return None
+    name = stored or config.tokenizer or (GPT2 if config.data in HUB else None)
+    if name is None:
+        path = SAMPLE if config.data == "sample" else Path(config.data)
+        texts = (text for text in read_documents(path) if text not in excluded)
+        return train_tokenizer(texts, config.vocabulary or VOCABULARY)
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None and stored is not None:
+        raise RunError(f"the tokenizer in {stored} is damaged; start a new run")
+    if tokenizer is None:
+        raise DataError(f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id")
+    return tokenizer
+
+
+def _train_all(
+    config: TrainConfig,
+    recipe: Recipe,
+    out: Path,
+    record: dict[str, Any],
+    given: _Given,
+    *,
+    report: Callable[[str, dict[str, float]], None] = lambda norm, row: None,
+    progress: bool = True,
+    board: bool = False,
+) -> dict[str, Path]:
+    for norm in config.norms:
+        fresh = open_corpus(config.data, given.tokenizer, recipe.context, recipe.seed, given.excluded)
+        with tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None) as log:
+            train(
+                norm, recipe, fresh, given.vocabulary, out / norm, held_out=given.held_out, tokenizer=given.tokenizer,
+                device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress, log=log,
+            )  # fmt: skip
+    if accelerate.PartialState().is_main_process:
+        write_json(out / "train.json", record | {"status": "complete"})
+    return {norm: checkpoint_path(out / norm, recipe.steps) for norm in config.norms}

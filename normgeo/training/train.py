@@ -1,0 +1,380 @@
+"""Training a twin: the loop, on accelerate, that can be killed after any step and goes on as if it had not been.
+
+Everything random is a function of the seed and the step, so that a state is parameters, AdamW's moments, a position in
+the data and the losses so far. On a CPU a resumed run is bit-identical to one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pandas as pd
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from jaxtyping import Int64
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from normgeo import figures
+from normgeo.errors import NormGeoError, RunError
+from normgeo.system.progress import progress_bar
+from normgeo.tokens import TokenStream
+from normgeo.training import figures as training_figures
+from normgeo.training.corpus import Corpus
+from normgeo.training.log import Log
+from normgeo.training.recipe import Recipe, checkpoint_steps, described, learning_rate
+from normgeo.training.state import checkpoint_path, latest_state, load_state, save_state, whole_directory, write_json
+from normgeo.training.twins import build_twin, evaluate, save_twin
+
+__all__ = ["Trainer", "start_accelerator", "train"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+COLUMNS = ("train_loss", "gradient_norm", "lr", "held_out_loss")
+Report = Callable[[dict[str, float]], None]
+
+
+def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:
+    """The processes and devices to train on: those of `accelerate launch` or torchrun, or this process alone.
+
+    Raises:
+        NormGeoError: the device or the precision cannot be had, or the batch cannot be divided.
+    """
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise NormGeoError(f"train on auto, cpu, cuda or mps, not {device!r}; choose GPUs with accelerate launch")
+    if device in ("cuda", "mps") and not getattr(torch, device).is_available():
+        raise NormGeoError(f"there is no {device} device here; give --device cpu")
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=False)  # a process may train with another precision than before
+    try:
+        accelerator = accelerate.Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=recipe.precision,
+            gradient_accumulation_steps=recipe.accumulate,
+        )
+    except ValueError as error:
+        raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
+    if device != "auto" and accelerator.device.type != device:
+        raise NormGeoError(f"this process trains on {accelerator.device} already; train on {device} in another one")
+    if recipe.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
+        raise NormGeoError("cannot train in fp16 on a CPU; give --precision bf16 or no")
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch % parts:
+        raise NormGeoError(
+            f"a batch of {recipe.batch} sequences cannot be divided among {accelerator.num_processes} processes with "
+            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}"
+        )
+    return accelerator
+
+
+class Trainer:
+    """One twin in training.
+
+    Args:
+        norm: which twin.
+        recipe: how it is trained.
+        corpus: on what.
+        vocabulary: number of tokens.
+        folder: where states and checkpoints go; None keeps nothing.
+        tokenizer: saved along with every checkpoint.
+        device: auto, cpu, cuda or mps.
+        model: trained instead of a fresh twin.
+
+    Attributes:
+        step: how many steps were taken.
+        curve: a row per step: loss before the step (nats a token), the gradient's norm before clipping, the learning
+            rate, and after the step the held-out loss, where it was evaluated.
+    """
+
+    def __init__(
+        self,
+        norm: str,
+        recipe: Recipe,
+        corpus: Corpus,
+        vocabulary: int,
+        folder: Path | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str = "auto",
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        self.norm, self.recipe, self.corpus, self.folder, self.tokenizer = norm, recipe, corpus, folder, tokenizer
+        self.accelerator = start_accelerator(recipe, device)
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            _check_sharding(norm, self.accelerator.is_fsdp2)
+        end = getattr(tokenizer, "eos_token_id", None)
+        built = build_twin(norm, recipe, vocabulary, end) if model is None else model
+        with torch.device("meta"):
+            self._empty = type(built)(built.config)
+        self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
+        self._adam = _adamw(self.model, recipe)
+        self._wrapped, self._optimizer = self.accelerator.prepare(self.model, self._adam)
+        for name in ("forward", "_original_forward"):  # mixed precision is for training, not for evaluation
+            self.model.__dict__.pop(name, None)
+        self.step = 0
+        self.rows: list[tuple[float, ...]] = []
+        if folder is not None and (state := latest_state(folder)) is not None:
+            self._restore(state)
+
+    @property
+    def curve(self) -> pd.DataFrame:
+        """The learning curve so far."""
+        steps = pd.DataFrame({"step": np.arange(1, len(self.rows) + 1)})
+        return steps.join(pd.DataFrame(self.rows, columns=list(COLUMNS), dtype=np.float64))
+
+    def take_step(self) -> tuple[float, float, float]:
+        """One optimizer step; its loss, the norm of its gradient, and its learning rate.
+
+        Raises:
+            NormGeoError: the loss or the gradient is not finite; no parameter has changed.
+        """
+        recipe, accelerator = self.recipe, self.accelerator
+        rate = learning_rate(self.step, recipe)
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        shape = (recipe.accumulate, accelerator.num_processes, -1, recipe.context)
+        mine = self.corpus.take(recipe.batch).view(shape)[:, accelerator.process_index]
+        losses: list[Tensor] = []
+        norm = loss = math.nan
+        for micro, ids in enumerate(mine):
+            torch.manual_seed(_mixed(recipe.seed, self.step, micro, accelerator.process_index))
+            with accelerator.accumulate(self._wrapped):
+                losses.append(self._loss(ids.to(accelerator.device)))
+                accelerator.backward(losses[-1])
+                if accelerator.sync_gradients:
+                    mean = accelerator.reduce(torch.stack([part.detach() for part in losses]).mean(), "mean")
+                    loss = self._finite("loss", float(mean.item()))  # pyright: ignore
+                    clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
+                    if clipped is not None:
+                        norm = self._finite("gradient", float(_whole(clipped).item()))
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss, norm, rate
+
+    def _loss(self, ids: Int64[Tensor, "rows time"]) -> Tensor:
+        with self.accelerator.autocast():
+            logits = self._wrapped(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return cross_entropy(wide, ids[:, 1:].flatten())
+
+    def _finite(self, what: str, value: float) -> float:
+        """The loss, or the norm of the gradient; with a scaler, steps of lost gradients are left out."""
+        if math.isfinite(value) or (what == "gradient" and self.accelerator.scaler is not None):
+            return value
+        safe = latest_state(self.folder) if self.folder is not None else None
+        kept = f"; the state before it is in {safe}" if safe else ""
+        raise NormGeoError(
+            f"the {what} of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
+            f"(--lr, now {self.recipe.lr}){kept}"
+        )
+
+    def run(
+        self,
+        held_out: TokenStream | None = None,
+        report: Report = lambda row: None,
+        progress: bool = False,
+        log: Log = lambda step, row: None,
+    ) -> None:
+        """Take the steps that are left, keeping states and checkpoints.
+
+        Args:
+            held_out: text to evaluate on every `evaluate_every` steps.
+            report: called with the row of each step that was evaluated, its loss the mean since the last.
+            progress: show a progress bar.
+            log: called with every step and its row of the curve.
+
+        Raises:
+            NormGeoError: the loss or the gradient is not finite.
+            RunError: the disk is full.
+        """
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        kept, tokens = set(checkpoint_steps(recipe)), recipe.batch * recipe.context
+        if self.step == 0 and 0 in kept:
+            self._keep(None)
+        label, total = self.norm, recipe.steps * tokens
+        with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
+            while self.step < recipe.steps:
+                row = self.take_step()
+                last = self.step == recipe.steps
+                evaluated = last or self.step % recipe.evaluate_every == 0
+                takes_part = main or isinstance(self.model, FSDPModule)  # whose parameters lie with all processes
+                loss = math.nan
+                if evaluated and takes_part and held_out is not None:
+                    loss = evaluate(self.model, held_out)
+                self.rows.append((*row, loss))
+                if main:
+                    log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
+                if evaluated and main:
+                    report(self._summary(recipe.evaluate_every))
+                if self.step in kept:
+                    self._keep(held_out)
+                if last or self.step in kept or self.step % recipe.save_every == 0:
+                    self._save()
+                advance(tokens)
+
+    def _summary(self, since: int) -> dict[str, float]:
+        losses = [row[0] for row in self.rows[-((self.step - 1) % since + 1) :]]
+        row = {"step": float(self.step), "train_loss": float(np.mean(losses)), "lr": self.rows[-1][2]}
+        return row if math.isnan(self.rows[-1][3]) else row | {"held_out_loss": self.rows[-1][3]}
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _keep(self, held_out: TokenStream | None) -> None:
+        """The model after this step, as a checkpoint that `load_model` takes."""
+        if self.folder is None:
+            return
+        values = self._values()
+        if self.accelerator.is_main_process:
+            note = {
+                "norm": self.norm, "step": self.step, "recipe": described(self.recipe),
+                "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
+                "held_out": None if held_out is None else held_out.digest,
+                "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
+            }  # fmt: skip
+            with whole_directory(checkpoint_path(self.folder, self.step)) as scratch:
+                model = scratch / "model"
+                save_twin(self.norm, self._empty, values, self.recipe, model, self.tokenizer)
+                for path in model.iterdir():
+                    path.rename(scratch / path.name)
+                model.rmdir()
+                write_json(scratch / "training.json", note)
+        self.accelerator.wait_for_everyone()
+
+    def _values(self, moment: str | None = None) -> dict[str, Tensor]:
+        """All parameters by name, or one of AdamW's moments of them; in the first process alone. All have to ask."""
+        found = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves some parameters whole
+        for name, parameter in self.model.named_parameters():
+            value = parameter if moment is None else self._adam.state.get(parameter, {}).get(moment)
+            if value is not None:
+                whole = _whole(value.detach())
+                if self.accelerator.is_main_process:
+                    found[name] = whole.cpu().contiguous()
+        return found
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        tensors = {f"parameter.{name}": value for name, value in self._values().items()}
+        for moment in MOMENTS:
+            tensors |= {f"{moment}.{name}": value for name, value in self._values(moment).items()}
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
+            with whole_directory(self.folder / "curve") as scratch:  # first: a state says that all before it is there
+                self.curve.to_parquet(scratch / "curve.parquet", index=False)
+                figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
+            save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
+        self.accelerator.wait_for_everyone()
+
+    @torch.no_grad()
+    def _restore(self, path: Path) -> None:
+        tensors, about = load_state(path)
+        for name, parameter in self.model.named_parameters():
+            stored = tensors.get(f"parameter.{name}")
+            if stored is None or stored.shape != parameter.shape:
+                raise RunError(f"{path} is of another model: {name} does not fit; start a new run")
+            parameter.copy_(_part(stored, parameter))
+            moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
+            self._adam.state[parameter] = {m: v if m == "step" else _part(v, parameter) for m, v in moments.items()}
+        if self.accelerator.scaler is not None and about["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(about["scaler"])
+        self.corpus.seek(about["data"])
+        self.step, self.rows = about["step"], [tuple(row) for row in tensors["curve"].tolist()]
+
+
+def _check_sharding(norm: str, version_2: bool) -> None:
+    """Refuse what FSDP cannot do.
+
+    Raises:
+        NormGeoError: it is version 1, or the head is tied to an embedding that is recentered.
+    """
+    if not version_2:
+        raise NormGeoError("models are sharded by FSDP 2; launch with --fsdp_version 2")
+    if norm not in ("layernorm", "rmsnorm"):
+        raise NormGeoError(
+            f"FSDP cannot shard the {norm} training form, whose head is tied to a recentered embedding; train it with "
+            "torchrun or accelerate launch --multi_gpu, the whole model on each device"
+        )
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A tensor whose parts lie with several processes (FSDP), all of which have to ask for it; others as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _part(value: Tensor, like: Tensor) -> Tensor:
+    """What this process has of a tensor that is divided as another is; all of it, if that is not."""
+    value = value.to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that is a function of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def _adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2))
+
+
+def _evaluated(curve: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
+    """A row per evaluation: the mean training loss since the one before."""
+    group = (curve.step - 1) // recipe.evaluate_every
+    last = {name: curve.groupby(group)[name].last() for name in ("step", "lr", "held_out_loss")}
+    return pd.DataFrame({"train_loss": curve.groupby(group).train_loss.mean()} | last)
+
+
+def train(
+    norm: str,
+    recipe: Recipe,
+    corpus: Corpus,
+    vocabulary: int,
+    folder: Path | None = None,
+    *,
+    held_out: TokenStream | None = None,
+    tokenizer: Any = None,
+    device: str = "auto",
+    model: PreTrainedModel | None = None,
+    report: Report = lambda row: None,
+    progress: bool = False,
+    log: Log = lambda step, row: None,
+) -> tuple[PreTrainedModel, pd.DataFrame]:
+    """Train one twin, or go on where `folder` says that its training stopped.
+
+    Returns:
+        The model in evaluation mode, and its learning curve: a row per step (`Trainer.curve`).
+
+    Raises:
+        DataError: too little text, or ids beyond the vocabulary.
+        NormGeoError: the loss or the gradient is not finite, or the batch cannot be divided.
+        RunError: the disk is full; the last state and checkpoints are intact.
+
+    >>> from normgeo.training.corpus import Shuffled
+    >>> from normgeo.training.recipe import recipe_for
+    >>> from normgeo.tokens import TokenStream
+    >>> recipe = recipe_for("tiny", layers=1, d=8, heads=2, steps=3, batch=2, context=8, precision="no")
+    >>> corpus = Shuffled(TokenStream.from_array(list(range(16)) * 9), recipe.context, recipe.seed)
+    >>> model, curve = train("rmsnorm", recipe, corpus, vocabulary=16, device="cpu")
+    >>> len(curve)
+    3
+    """
+    trainer = Trainer(norm, recipe, corpus, vocabulary, folder, tokenizer=tokenizer, device=device, model=model)
+    trainer.run(held_out, report, progress, log)
+    return trainer.model.eval(), trainer.curve

@@ -1,0 +1,138 @@
+"""Twins: GPT-2s of one recipe that differ in their norm, to train and to save (*Geometry* section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from normgeo.conversion import checkpoint
+from normgeo.conversion.convert import convert
+from normgeo.errors import DataError, NormGeoError
+from normgeo.models import TwinConfig, TwinLMHeadModel
+from normgeo.tokens import TokenStream
+from normgeo.training.compressed import compressed, widened
+from normgeo.training.recipe import NORMS, Recipe
+
+__all__ = ["build_twin", "evaluate", "plain_name", "save_twin", "train_tokenizer"]
+
+END = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer in GPT-2's form, learnt from `texts`; its end-of-text token goes between documents."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=[END], show_progress=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END)
+
+
+def _shape(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
+    return {
+        "n_layer": recipe.layers, "n_embd": recipe.d, "n_head": recipe.heads, "n_positions": recipe.context,
+        "vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end,
+        "embd_pdrop": recipe.dropout, "attn_pdrop": 0.0, "resid_pdrop": recipe.dropout,
+    }  # fmt: skip
+
+
+def _pre_ln(norm: str, recipe: Recipe, vocabulary: int, end: int | None) -> GPT2LMHeadModel:
+    """The Pre-LN model whose parameters a twin has; for Pre-CRMSNorm of width d it is one wider."""
+    torch.manual_seed(recipe.seed)
+    model = GPT2LMHeadModel(GPT2Config(**_shape(recipe, vocabulary, end)))
+    return widened(model) if norm == "pre-crmsnorm" else model
+
+
+def build_twin(norm: str, recipe: Recipe, vocabulary: int, end: int | None = None) -> PreTrainedModel:
+    """A freshly initialized twin: twins of one recipe share every parameter they both have.
+
+    Args:
+        norm: `layernorm`: GPT-2. `rmsnorm`: RMSNorm in the place of each LayerNorm. `pre-rmsnorm`: the training form of
+            the converted GPT-2, which trains as the first does. `pre-crmsnorm`: streams of width d with CRMSNorm,
+            standing for a GPT-2 of width d + 1 (*Pre-RMSNorm* section 3.4.2).
+        recipe: the architecture and the seed.
+        vocabulary: number of tokens.
+        end: id of the end-of-text token.
+
+    Raises:
+        NormGeoError: there is no such norm.
+    """
+    if norm not in NORMS:
+        raise NormGeoError(f"no norm {norm!r} to train; choose {', '.join(NORMS)} or both")
+    if norm == "rmsnorm":
+        torch.manual_seed(recipe.seed)
+        return TwinLMHeadModel(TwinConfig(**_shape(recipe, vocabulary, end)))
+    model = _pre_ln(norm, recipe, vocabulary, end)
+    if norm == "pre-rmsnorm":
+        return convert(model, trainable=True).model
+    return compressed(model) if norm == "pre-crmsnorm" else model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the Pre-LN model of which a training form has it parametrized."""
+    return name.replace("parametrizations.", "").replace(".original", "").replace(".inner.", ".")
+
+
+@torch.no_grad()
+def save_twin(
+    norm: str, model: PreTrainedModel, values: dict[str, Tensor], recipe: Recipe, folder: Path, tokenizer: Any
+) -> None:
+    """Save a twin for inference: training forms with plain weights, converted from their Pre-LN model and certified.
+
+    Args:
+        norm: which twin.
+        model: one of its class and configuration, which may be empty.
+        values: the twin's parameters by name.
+        recipe: how it was trained.
+        folder: where to.
+        tokenizer: saved along, if there is one.
+
+    Raises:
+        ConversionError: the disk is full, or the plain model is not equal to the trained one.
+    """
+    extras = [] if tokenizer is None else [tokenizer]
+    if norm in ("layernorm", "rmsnorm"):
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        plain.load_state_dict(values, strict=False, assign=True)  # a tied head is not among the parameters
+        plain.tie_weights()
+        plain.save_pretrained(folder)
+        for extra in extras:
+            extra.save_pretrained(folder)
+        return
+    end = getattr(model.config, "eos_token_id", None)
+    with torch.random.fork_rng(devices=[]):
+        plain = _pre_ln(norm, recipe, model.config.vocab_size, end)
+    values = {plain_name(name): value for name, value in values.items()}
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(values[name])
+    conversion = convert(plain.eval(), to="rmsnorm" if norm == "pre-rmsnorm" else "crmsnorm")
+    checkpoint.save(conversion, folder, extras=extras)
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> float:
+    """Mean cross-entropy in nats a token, dropout off, over every prediction inside the contexts of `tokens`.
+
+    Raises:
+        DataError: there are no two tokens in a row.
+    """
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for batch in tokens.batches(None, rows):
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        if ids.shape[1] < 2:
+            continue
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        total += cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+        count += ids[:, 1:].numel()
+    model.train(was_training)
+    if not count:
+        raise DataError(f"{tokens.source} has no two tokens in a row to predict")
+    return total / count
