@@ -116,7 +116,7 @@ def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp
     save(conversion, tmp_path / "out")
     models.append(load_model(tmp_path / "out"))
     for model in models:
-        with pytest.raises(ConversionError, match=r"call normgeo\.checkpoint\.save"):
+        with pytest.raises(ConversionError, match=r"call normgeo\.conversion\.checkpoint\.save"):
             model.save_pretrained(tmp_path / "again")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     inputs = example_inputs(conversion.model, 9)
