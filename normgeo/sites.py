@@ -315,7 +315,8 @@ def _placed(found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, 
         shared = sum(c.name == call.name for c in norms) > 1
         d = call.inputs[0].shape[-1]
         vectors = call.inputs[0].numel() // d
-        per_head = role in ("qk", "inner") and n_tokens is not None and vectors % n_tokens == 0
+        several = role in ("qk", "inner") or call.inputs[0].ndim > 3  # vectors a token
+        per_head = several and n_tokens is not None and vectors % n_tokens == 0
         heads = vectors // n_tokens if per_head and n_tokens else 1
         sites.append(
             NormSite(

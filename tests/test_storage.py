@@ -166,6 +166,21 @@ def test_what_zarr_reads_and_what_is_discarded(place):
         assert not place.occupied()
 
 
+@pytest.mark.parametrize("place", ["disk", "s3"], indirect=True)
+def test_a_kill_while_the_speed_is_tried_leaves_a_free_place(place, monkeypatch):
+    def killed(*args):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.NewFile, "append", killed)
+        patch.setattr(type(place), "delete", killed)  # what is to be removed is not
+        with pytest.raises(SystemExit):
+            place.rate()
+    assert not place.occupied()
+    if "://" not in str(place):
+        assert not list(place.path.glob(".rate*"))
+
+
 # --- who writes -------------------------------------------------------------------------------------------------------
 
 

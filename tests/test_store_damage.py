@@ -241,3 +241,57 @@ def test_a_tokenizers_hash_is_of_all_that_decides_and_of_nothing_else():
     another = word_tokenizer(WORDS)
     another.eos_token = "the"
     assert tokenizer_digest(another) != digest
+
+
+@pytest.mark.parametrize("lost", ["zarr.json", "sites/transformer.ln_f/pre/zarr.json"])
+def test_a_resumed_store_whose_metadata_is_lost_keeps_its_chunks(copy, lost):
+    unfinished(copy)
+    (copy / "commits/00000004.json").unlink()
+    file = copy / "hidden.zarr" / lost
+    kept = file.read_bytes()
+    file.unlink()
+    chunks = sorted((copy / "hidden.zarr").rglob("c.*"))
+    with pytest.raises(StoreError, match=rf"{lost} is missing; what is committed stays as it is: restore that file"):
+        resume_capture(copy, progress=False)
+    assert sorted((copy / "hidden.zarr").rglob("c.*")) == chunks
+    file.write_bytes(kept)
+    resume_capture(copy, progress=False)
+    assert verify(copy)[1] == []
+
+
+def test_a_store_that_another_run_made_meanwhile_is_left_alone(home, tmp_path, monkeypatch):
+    real = capture.prepare
+
+    def overtaken(*args, **kwargs):
+        monkeypatch.setattr(capture, "prepare", real)
+        captured(home, tmp_path / "s", "llama")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "prepare", overtaken)
+    with pytest.raises(StoreError, match=r"already holds a store \(complete\); give another --store"):
+        captured(home, tmp_path / "s")
+    assert verify(tmp_path / "s")[1] == []
+    assert not (tmp_path / "s/scratch").exists()
+
+
+def test_a_store_that_another_run_finished_meanwhile_is_not_resumed(home, tmp_path, monkeypatch, copy):
+    real = capture.prepare
+
+    def overtaken(*args, **kwargs):
+        monkeypatch.setattr(capture, "prepare", real)
+        resume_capture(copy, progress=False)
+        return real(*args, **kwargs)
+
+    unfinished(copy)
+    monkeypatch.setattr(capture, "prepare", overtaken)
+    with pytest.raises(StoreError, match="is complete"):
+        resume_capture(copy, progress=False)
+    assert verify(copy)[1] == []
+
+
+def test_a_store_is_read_from_another_directory(copy, tmp_path, monkeypatch):
+    monkeypatch.chdir(copy.parent)
+    states = HiddenStateStore(copy.name).open("transformer.ln_f", "pre")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert states[:3].shape == (3, 32)

@@ -18,13 +18,8 @@ from normgeo.angles.measure import AngleTable, new_statistics
 from normgeo.angles.runs import disk_explained, new_record, now, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.store.layout import (
-    Layout,
-    create,
-    read_record,
-    read_state,
-    write_record,
-)  # fmt: skip
+from normgeo.store.check import metadata_problems
+from normgeo.store.layout import Layout, create, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import ChunkReader, HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
@@ -168,7 +163,7 @@ def _capture_job(
         about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
         check_same(about["provenance"]["identity"]["about"], job.about, where)
         check_same({"layout": about["layout"]}, {"layout": plan.described}, where, ("layout",))
-        run, missing = ranks.first("begun", lambda: _begin(storage, about, plan, job, held))
+        run, missing = ranks.first("begun", lambda: _begin(config, job, plan, storage, record, about, held))
         if ranks.rank:
             held.enter_context(storage.writing(run))
         try:
@@ -192,11 +187,24 @@ def _new_record(
     return {"status": "running", "capture": asdict(config), "provenance": provenance, "layout": plan.described}
 
 
-def _begin(storage: Storage, record: dict[str, Any], plan: _Plan, job: Job, held: ExitStack) -> tuple[str, list[int]]:
-    """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write."""
+def _begin(
+    config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, before: dict[str, Any] | None,
+    record: dict[str, Any], held: ExitStack,
+) -> tuple[str, list[int]]:  # fmt: skip
+    """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write.
+
+    Whoever holds the lock looks again: while the model was loaded another run may have been here.
+    """
     run = held.enter_context(storage.writing())
-    write_record(storage.put, "store.json", record, indent=2)
-    if storage.size("hidden.zarr/zarr.json") is None:
+    if before is None:
+        _check_free(storage, config)
+    elif _interrupted(storage) != before:
+        raise StoreError(f"{storage} was written by another run meanwhile; give --resume {storage} again")
+    if storage.names("commits"):
+        if problems := metadata_problems(storage):
+            raise StoreError(f"{problems[0]}; what is committed stays as it is: restore that file, from a copy say")
+    else:
+        write_record(storage.put, "store.json", record, indent=2)
         create(storage, plan.layout, job.sites, plan.rebuilds, plan.classes, record["provenance"])
     store = HiddenStateStore(storage)
     _check_tokens(store, job.tokens)

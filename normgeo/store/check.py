@@ -20,7 +20,7 @@ from normgeo.store.layout import (
 from normgeo.store.objects import storage_at
 from normgeo.store.storage import Storage
 
-__all__ = ["verify"]
+__all__ = ["metadata_problems", "verify"]
 
 
 def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
@@ -31,7 +31,7 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     """
     storage = storage_at(path)
     record, layout, store = read_store(storage)
-    problems, checked = _metadata_problems(storage), 0
+    problems, checked = metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
         problems += file_problems(storage, name, sha256)
     for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
@@ -48,7 +48,8 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     return checked, problems
 
 
-def _metadata_problems(storage: Storage) -> list[str]:
+def metadata_problems(storage: Storage) -> list[str]:
+    """What is wrong with the files that say what a store is, each with its name."""
     try:
         sums = read_record(storage, "manifest.json")["files"]
     except StoreError as error:

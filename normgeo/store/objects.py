@@ -126,9 +126,10 @@ class Objects(Storage):
         return f"{self.address}/{name}"
 
     def occupied(self) -> bool:
-        """Whether there is an object that is no lock."""
+        """Whether there is an object that is neither a lock nor what a killed writer had not finished."""
         with self._explained():
-            return any(found["path"] != "lock" for page in self._ob.list(self._objects) for found in page)
+            paths = (found["path"] for page in self._ob.list(self._objects) for found in page)
+            return any(path != "lock" and not path.startswith("scratch/") for path in paths)
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None where there is none."""

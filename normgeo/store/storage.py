@@ -169,12 +169,12 @@ class Disk(Storage):
     largest = None
 
     def __init__(self, path: Path) -> None:
-        self.path, self.address, self.absolute = path, str(path), str(path.resolve())
+        self.path, self.address, self.absolute = path.absolute(), str(path), str(path.resolve())
         self._made, self._before = False, set[str]()
 
     def at(self, name: str) -> str:
         """A file's path."""
-        return str(self.path / name)
+        return str(Path(self.address) / name)
 
     def occupied(self) -> bool:
         """Whether there is a file, or a directory with more in it than a lock and empty directories."""
@@ -306,9 +306,12 @@ class Disk(Storage):
                 shutil.rmtree(self.path / "scratch", ignore_errors=True)
                 for folder in ("scratch", "commits", "state"):
                     (self.path / folder).mkdir(exist_ok=True)
-            yield run
-            if begins:
-                (self.path / "scratch").rmdir()
+            try:
+                yield run
+            finally:
+                if begins:
+                    with suppress(OSError):  # what is unfinished in it is swept by the next who begins
+                        (self.path / "scratch").rmdir()
 
     @contextmanager
     def results(self) -> Iterator[Path]:
@@ -330,18 +333,15 @@ class Disk(Storage):
             began = time.perf_counter()
             file = direct.NewFile(path)
             try:
+                path.unlink()  # a kill leaves nothing of it
                 for _ in range(blocks):
                     file.append(block)
-                file.finish()
-                direct.sync(path)
+                file.sync()
             finally:
                 file.close()
             return blocks * len(block) / (time.perf_counter() - began)
         except OSError as error:
             raise StoreError(f"{self} cannot be written: {error.strerror}; give another place") from error
-        finally:
-            with suppress(OSError):
-                path.unlink()
 
     def _folder(self) -> Path:
         """The directory, or the nearest above it that is there."""

@@ -85,6 +85,10 @@ class NewFile:
             os.ftruncate(self._descriptor, self._size)
         self.close()
 
+    def sync(self) -> None:
+        """Make the blocks written so far survive a power cut."""
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
         """Leave it as it is; once is enough."""
         descriptor, self._descriptor = self._descriptor, -1
