@@ -14,6 +14,8 @@ from stores import CONTEXT, N, captured, config
 
 from normgeo import HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
+from normgeo.architectures import architectures
+from normgeo.architectures import tiny as tiny_architecture
 from normgeo.errors import StoreError
 from normgeo.store import scan
 from normgeo.store.capture import CaptureConfig, start_capture
@@ -203,3 +205,13 @@ def test_reading(store):
         found.open(found.sites[1].key, "post")
     with pytest.raises(StoreError, match="is no store"):
         HiddenStateStore(store / "state")
+
+
+def test_a_norm_of_several_vectors_a_token_is_stored(tmp_path, home):
+    """Gemma 3n's norm of what each layer is given apart sees a vector a layer and token."""
+    of = next(a for a in architectures() if (a.model_type, a.task) == ("gemma3n_text", "causal"))
+    model = home / "gemma3n"
+    tiny_architecture(of).save_pretrained(model)
+    table = start_capture(config(home, "gemma3n", n=90), tmp_path / "s", progress=False)
+    assert {site.heads for site in HiddenStateStore(tmp_path / "s").sites} == {1, 2}
+    pd.testing.assert_frame_equal(angles_from_store(tmp_path / "s", progress=False).frame, table.frame)

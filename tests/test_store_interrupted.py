@@ -14,6 +14,7 @@ import pytest
 from stores import CONTEXT, N, captured, content, unfinished
 
 from normgeo import HiddenStateStore, stream
+from normgeo.angles.job import RunConfig
 from normgeo.errors import RunError, StoreError
 from normgeo.store import capture
 from normgeo.store.capture import resume_capture
@@ -148,6 +149,17 @@ def test_a_directory_of_ones_own_is_left_as_it_was(home, tmp_path, monkeypatch):
         with pytest.raises(StoreError, match="on fire"):
             captured(home, tmp_path / "new")
         assert not (tmp_path / "new").exists()
+
+
+def test_a_capture_is_resumed_from_another_directory(home, tmp_path, monkeypatch, store):
+    monkeypatch.chdir(home)
+    run = RunConfig(("gpt2",), "ids.npy", N, batch=3, null=8, device="cpu")
+    capture.start_capture(capture.CaptureConfig(run, ("pre",), 64 * 32 * 4), tmp_path / "s", progress=False)
+    unfinished(tmp_path / "s")
+    (tmp_path / "s/commits/00000004.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    resume_capture("s", progress=False)
+    assert content(tmp_path / "s") == content(store)
 
 
 def test_a_writer_killed_before_its_record_leaves_a_place_to_begin(home, tmp_path, store):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,17 @@ class RunConfig:
     def source(self) -> str:
         """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
         return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
+
+    def absolute(self) -> RunConfig:
+        """The same for a process that works in another directory."""
+
+        def path(name: str) -> str:
+            return str(Path(name).absolute()) if name not in NAMES and Path(name).exists() else name
+
+        return replace(self, models=tuple(map(path, self.models)), data=self.data and path(self.data))
+
+
+NAMES = {*EMBEDDED, "sample", "wikipedia"}  # whatever lies in the directory
 
 
 @dataclass(frozen=True)

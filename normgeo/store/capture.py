@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,6 +94,7 @@ def start_capture(
         StoreError: the place holds something else, is in use, or cannot hold what is asked for.
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
     """
+    config = replace(config, run=config.run.absolute())
     ranks = ranks or Ranks.from_environment()
     storage = storage_at(path)
     ranks.first("free", lambda: _check_free(storage, config))
