@@ -17,6 +17,7 @@ from torch.nn import functional
 from normgeo.kernels import norm_ops
 from normgeo.kernels.rms import scaled_by_rms
 from normgeo.sites import Kind, NormSite
+from normgeo.system.memory import pages
 
 __all__ = ["RECIPES", "Rebuild", "find_rebuild", "same_bits", "standardized"]
 
@@ -127,7 +128,7 @@ class Rebuild:
 @torch.no_grad()
 def _followed(recipe: str, x: Vectors, gamma: Row, beta: Row, eps: float) -> Vectors:
     """A recipe, by the kernel where it is one that there is a kernel for, or else a few rows at a time."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _room(x)
     rows = max(16, CACHED // x.shape[-1]) if x.is_cpu else max(1, len(x))
     halfway = ROUNDED_HALFWAY.get(recipe) if beta is None else None
     if halfway is not None and scaled_by_rms(x, gamma, eps, halfway=halfway, out=out):
@@ -135,6 +136,14 @@ def _followed(recipe: str, x: Vectors, gamma: Row, beta: Row, eps: float) -> Vec
     for start in range(0, len(x), rows):
         out[start : start + rows] = RECIPES[recipe](x[start : start + rows], gamma, beta, eps)
     return out
+
+
+def _room(x: Vectors) -> Vectors:
+    """Room for as many vectors, on a CPU in memory that is used again: threads' own malloc gives it back each time."""
+    if not x.is_cpu:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    n = x.numel() * x.element_size()
+    return torch.from_numpy(pages(n)[:n]).view(x.dtype).view(x.shape)
 
 
 def standardized(x: Vectors, kind: Kind, eps: float) -> Vectors:
