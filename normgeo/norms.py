@@ -88,9 +88,11 @@ class _Norm(nn.Module):
         if norm_ops is not None and self.kernel is not None:
             of = self._parameters  # found through the module they take as long as a token's norm
             weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)  # parametrized
-            z = norm_ops.norm(x, weight, bias, self.eps, self.offset, self.kernel)
-            if z is not None:
-                return z
+            # without parameters no kernel knows of another width
+            if weight is not None or bias is not None or x.shape[-1:] == (self.d,):
+                z = norm_ops.norm(x, weight, bias, self.eps, self.offset, self.kernel)
+                if z is not None:
+                    return z
         return self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def shared_objects(cache):
-    return sorted(p.name for p in (cache / "normgeo").iterdir())
+    return sorted(p.name for p in (cache / "normgeo").glob("*.so"))
 
 
 def test_they_are_built_once_and_kept(cache):
@@ -59,6 +61,7 @@ def test_another_source_flag_or_processor_is_another_file(cache, monkeypatch, tm
 PROCESSORS = ["x86-64-v2", "haswell", "skylake-avx512", "sapphirerapids"] if platform.machine() == "x86_64" else []
 TORCH = Path(torch.__file__).parent / "include"
 ROOT = Path(__file__).parents[1]
+GXX = shutil.which("g++")
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -142,10 +145,44 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache):
     assert "normgeo" in fails()
 
 
-def test_a_file_that_is_no_library_is_no_error(cache):
+@pytest.mark.parametrize("size", [0, 5000, -1])
+def test_a_damaged_file_is_built_again_and_never_loaded(cache, size):
+    """The end of a library that is not there would end the process."""
     path = compiling.compiled(cpu.SOURCE)
-    path.write_bytes(b"not a library")
-    assert path.name in fails()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    again = compiling.compiled(cpu.SOURCE)
+    assert again.read_bytes() == whole
+    assert shared_objects(cache) == [again.name]
+    path.write_bytes(whole[:9000] + b"\1" + whole[9001:])
+    assert kernels.status().compiled
+    assert path.read_bytes() == whole
+
+
+def test_a_file_that_is_no_library_is_no_error(cache, monkeypatch):
+    odd = cache / "g++"
+    find = 'while [ "$1" != -o ]; do shift; done'
+    odd.write_text(f'#!/bin/sh\ncase "$1" in --version) echo odd 1.0;; *) {find}; echo none > "$2";; esac\n')
+    odd.chmod(0o755)
+    monkeypatch.setenv("CXX", str(odd))
+    assert "normgeo/project-" in fails()
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(cache, monkeypatch):
+    slow, started = cache / "g++", cache / "started"
+    slow.write_text(
+        f'#!/bin/sh\ncase "$1" in --version) echo slow 1.0;; *) sleep 100 & echo $! > {started}; wait;; esac\n'
+    )
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(compiling, "SECONDS", 1)
+    assert fails() == f"{slow} took more than 1 s; the environment's CXX names another compiler"
+    process = Path(f"/proc/{started.read_text().strip()}/stat")
+    deadline = time.monotonic() + 5
+    while process.exists() and process.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not process.exists() or process.read_text().split()[2] == "Z"  # nobody may be there to bury it
+    assert shared_objects(cache) == []
 
 
 def test_a_library_that_computes_something_else_is_not_used(cache, monkeypatch, tmp_path):
@@ -156,7 +193,11 @@ def test_a_library_that_computes_something_else_is_not_used(cache, monkeypatch, 
     assert "wrong results" in fails()
 
 
-def test_several_processes_build_at_once(cache):
+def test_of_several_processes_one_builds_and_the_others_wait(cache, monkeypatch):
+    counting = cache / "g++"
+    counting.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo >> {cache / "built"}\nexec {GXX} "$@"\n')
+    counting.chmod(0o755)
+    monkeypatch.setenv("CXX", str(counting))
     code = "from normgeo import kernels; print(kernels.status().compiled)"
     environment = os.environ | {"PYTHONPATH": str(Path(kernels.__file__).parents[2])}
     runs = [
@@ -165,6 +206,7 @@ def test_several_processes_build_at_once(cache):
     ]
     assert [run.communicate()[0].strip() for run in runs] == ["True"] * 3
     assert len(shared_objects(cache)) == 1
+    assert (cache / "built").read_text() == "\n"
 
 
 def test_the_source_ships_with_the_package():

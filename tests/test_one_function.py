@@ -70,14 +70,19 @@ def test_a_converted_model_is_one_function_with_kernels_and_without(moved, tiny,
 
 
 @pytest.mark.parametrize(
-    "norm", [RMSNorm(8), RMSNorm(8, centered=True), CRMSNorm(8), CRMSNorm(8, padded=True)], ids=str
+    "norm",
+    [
+        *(RMSNorm(8), RMSNorm(8, centered=True), RMSNorm(8, affine=False)),
+        *(CRMSNorm(8), CRMSNorm(8, padded=True), CRMSNorm(8, affine=False)),
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_another_width_is_refused(norm, monkeypatch):
     for kernels in (True, False):
         if not kernels:
             monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
-        for shape in ((4, 1), (4, 7), (), (0,)):
+        for shape in ((4, 1), (4, 7), (4, 9), (), (0,)):
             with pytest.raises(ValueError, match=r"of 8 numbers was given \("):
                 norm(torch.ones(shape))
 

@@ -303,6 +303,43 @@ class Tabled(Block):
         return x + self.mlp(self.ln_2(x)).add(branch)
 
 
+class Viewing(Block):
+    """A block that adds in place to a view of a branch, and to a list that has another name."""
+
+    def forward(self, x, *_, **__):
+        x = x + self.attn(self.ln_1(x))[0]
+        branch = self.mlp(self.ln_2(x))
+        latest, more = branch[:, -1:], (branches := [branch])
+        latest += latest
+        more += [0.1 * branch]
+        return x + sum(branches[1:], start=branches[0])
+
+
+class Private(Block):
+    """A block with a name of its own, as Python changes it within a class."""
+
+    def __twice(self, x):
+        return x + x
+
+    def forward(self, x, *_, **__):
+        x = x + self.attn(self.ln_1(x))[0]
+        return x + self.__twice(self.mlp(self.ln_2(x)))
+
+
+SCALE = 1.0
+
+
+class Defaulting(Block):
+    """A block whose source, read again, is other code than what runs."""
+
+    def forward(self, x, *_, scale=SCALE, **__):
+        x = x + self.attn(self.ln_1(x))[0]
+        return x + scale * self.mlp(self.ln_2(x))
+
+
+SCALE = 3.0
+
+
 def of_blocks(block, name="gpt2"):
     """A converted model of four layers, in blocks of another class."""
     layers = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
@@ -326,6 +363,41 @@ def test_a_stream_or_branch_that_is_read_after_it_was_added_is_found_out(block):
         else:
             assert len(fused_norms(optimize(model))) == 8
         assert relative(outputs_of(model, example_inputs(model)), before) < 1e-6
+
+
+@torch.no_grad()
+def test_what_is_added_to_in_place_is_seen_by_its_other_names():
+    model = of_blocks(Viewing)
+    inputs = example_inputs(model)
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(model), inputs), before) < 1e-6
+    assert len(fused_norms(model)) == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("block", "says"), [(Private, "nothing to fuse"), (Defaulting, "gives something else")])
+def test_code_that_means_something_else_when_rewritten_is_refused(block, says):
+    model = of_blocks(block)
+    before = outputs_of(model, example_inputs(model))
+    with pytest.raises(ConversionError, match=says):
+        optimize(model)
+    assert relative(outputs_of(model, example_inputs(model)), before) == 0.0
+
+
+class Streaming(Block):
+    """A block that adds in place to what it is given."""
+
+    def forward(self, x, *_, **__):
+        x += self.attn(self.ln_1(x))[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+@torch.no_grad()
+def test_embeddings_that_a_model_adds_to_itself_get_no_more_than_that():
+    model, found = of_blocks(Streaming), torch.randn(1, 3, 32)
+    fused, expected = optimize(copy.deepcopy(model)), found.clone()
+    torch.testing.assert_close(fused.transformer.h[0](found), model.transformer.h[0](expected))
+    torch.testing.assert_close(found, expected)
 
 
 @torch.no_grad()

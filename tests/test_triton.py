@@ -57,6 +57,15 @@ def test_values_and_gradients_are_those_of_float64(name, dtype, d, affine):
         close(found.grad, truth.grad, dtype)
 
 
+@pytest.mark.parametrize("weight", [None, torch.bfloat16], ids=str)
+def test_gradients_are_rounded_to_their_own_parameters_alone(weight):
+    x, dz = drawn((40, 16), torch.bfloat16), drawn((40, 16), torch.bfloat16, 1)
+    weight = None if weight is None else torch.ones(16, dtype=weight, device=DEVICE)
+    bias = torch.zeros(16, device=DEVICE, requires_grad=True)
+    norm_ops.on_cuda().norm(x, weight, bias, 1e-5, 0.0, norm_ops.KINDS["rmsnorm"]).backward(dz)
+    torch.testing.assert_close(bias.grad, dz.float().sum(0))
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 5), (3, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("affine", ["both", "weight", "none"])
 @pytest.mark.parametrize("kind", norm_ops.KINDS.values(), ids=norm_ops.KINDS)

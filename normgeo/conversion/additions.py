@@ -18,25 +18,31 @@ ADD = "_normgeo_add"
 
 
 class _Additions(ast.NodeTransformer):
-    """Turns every a + b into a call that knows its block and its place."""
+    """Turns every a + b and a += b into a call that knows its block, its place and which of the two it is."""
 
     def __init__(self, block: str) -> None:
         self.block, self.count = block, 0
 
-    def _call(self, a: ast.expr, b: ast.expr) -> ast.Call:
+    def _call(self, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
         self.count += 1
-        place: list[ast.expr] = [ast.Name(self.block, ast.Load()), ast.Constant(self.count)]
+        place = [ast.Name(self.block, ast.Load()), ast.Constant(self.count), ast.Constant(augmented)]
         return ast.Call(ast.Name(ADD, ast.Load()), [*place, a, b], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        return self._call(node.left, node.right) if isinstance(node.op, ast.Add) else node
+        return self._call(node.left, node.right, augmented=False) if isinstance(node.op, ast.Add) else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
             return node
-        return ast.Assign([node.target], self._call(ast.Name(node.target.id, ast.Load()), node.value))
+        return ast.Assign([node.target], self._call(ast.Name(node.target.id, ast.Load()), node.value, augmented=True))
+
+
+def _private(node: ast.AST) -> bool:
+    """Whether a name is one that a class makes its own, which it is not outside of it."""
+    names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+    return any(isinstance(n, str) and n.startswith("__") and not n.endswith("__") for n in names)
 
 
 def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -44,7 +50,8 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
 
     Args:
         cls: a class of blocks.
-        add: takes the block, which of its additions it is (from 1, as they are written), and the two that are added.
+        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, and the
+            two that are added.
     """
     inner = inspect.unwrap(cls.forward)
     if not isinstance(inner, FunctionType) or inner.__code__.co_freevars:
@@ -55,6 +62,8 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
         return None
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return None
+    if any(map(_private, ast.walk(function))):
         return None
     additions = _Additions(function.args.args[0].arg)
     function.body = [additions.visit(line) for line in function.body]

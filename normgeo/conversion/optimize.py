@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -115,14 +117,18 @@ def _norm(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 
 
-def _add(block: Any, place: int, a: Any, b: Any) -> Any:
-    """A + b; where one is the residual stream, in place, and with the norm that reads it next."""
+def _add(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
+    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next."""
     stream: _Stream = block.normgeo_stream
-    residual, x = (a, b) if a is stream.last else (b, a)
+    plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
+    residual, x = (a, b) if augmented or a is stream.last else (b, a)
     if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
-        return a + b
+        if augmented:
+            stream.ready = stream.reader = None  # what is ready may be of what this changes
+        return plus(a, b)
     if stream.mode == "watch":
-        total = a + b
+        total = plus(a, b)
+        stream.seen = [seen for seen in stream.seen if seen[0] is not total]  # what they were is gone
         stream.seen.append((total, block, place, _begins(x) not in block.normgeo_kept))
         return total
     reader, own = block.normgeo_next.get(place), stream.own
@@ -130,8 +136,10 @@ def _add(block: Any, place: int, a: Any, b: Any) -> Any:
     same = x.dtype is residual.dtype
     alike = same or torch.result_type(residual, x) is residual.dtype
     if reader is None or not alike or not (residual is own or _is(own, residual)):
-        stream.own = a + b
-        return stream.own
+        total = plus(a, b)
+        if total.data_ptr() not in stream.given:
+            stream.own = total
+        return total
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
     z = None
@@ -277,14 +285,20 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     stream = _Stream(inside)
     try:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
+            with patch.object(norm_ops, "norm", _by_torch):  # as the rewritten code is run first
+                truth = outputs_of(model, inputs)
             _install(model, list(norms.values()), blocks, stream)
-            _verify(model, inputs, stream)
+            _verify(model, inputs, stream, truth)
     except BaseException:
         for module in model.modules():
             if "normgeo_stream" in module.__dict__:
                 module.__dict__ = _unfused(module)
         raise
     return model
+
+
+def _by_torch(*_: Any) -> None:
+    """No kernel for any norm."""
 
 
 def _kind(value: Any) -> str:
@@ -318,10 +332,10 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
         module.__dict__.update({**values, **bound, "normgeo_stream": stream})
 
 
-def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> None:
-    """See which norm reads which sum, and that fusing them changes nothing."""
+def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream, truth: list[Tensor]) -> None:
+    """See which norm reads which sum, and that nothing differs from what the model gave in its own code: `truth`."""
     try:
-        truth = outputs_of(model, inputs)
+        watched = outputs_of(model, inputs)
     except ConversionError as error:
         if str(error) != NO_STATES:
             raise
@@ -331,6 +345,10 @@ def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) 
     stream.seen.clear()
     if not fused_norms(model):
         raise ConversionError(f"no norm of {type(model).__name__} reads a sum that its blocks compute; nothing to fuse")
+    if not _equal(watched, truth):
+        raise ConversionError(
+            f"rewritten to be fused, {type(model).__name__} gives something else; nothing was changed"
+        )
     stream.mode = "exact"
     if not _equal(outputs_of(model, inputs), truth):
         raise ConversionError(f"the stream of {type(model).__name__} is read after it is added to: it cannot be fused")

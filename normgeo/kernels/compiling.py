@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 __all__ = ["FLAGS", "compiled", "function"]
 
@@ -20,7 +28,7 @@ FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
 )  # fmt: skip
 HERE = Path(__file__).parent
-SECONDS = 120  # a compiler that takes longer is not waited for
+SECONDS = 600  # a compiler that takes longer is not waited for; on a busy machine it takes minutes
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
@@ -40,19 +48,51 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.h")))]
     key = "\0".join([*texts, *FLAGS, *flags, _run(compiler, "--version"), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
-    path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if path.exists():
+    name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if (path := _whole(folder, name)) is not None:
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # others may be building the same: each builds its own file, and the last to finish puts its in place
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
-            fresh = Path(scratch) / path.name
-            _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
-            fresh.replace(path)
+        with _alone(folder / f".{name}.lock"):
+            return _whole(folder, name) or _built(folder, name, compiler, source, flags)
     except OSError as error:
         raise OSError(f"nothing can be built in {folder} ({error}); XDG_CACHE_HOME names another cache") from error
-    return path
+
+
+def _whole(folder: Path, name: str) -> Path | None:
+    """The object of this name whose bytes are those that were built; loading a damaged one may end the process."""
+    for path in folder.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError):
+            if path.stem == f"{name}-{_digest(path)}":
+                return path
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process builds the same: together they would take longer than any waits."""
+    with lock.open("w") as file:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # some network disks have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _built(folder: Path, name: str, compiler: str, source: Path, flags: Sequence[str]) -> Path:
+    # where there are no locks others may build the same: each puts a file of its own in place, whole
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
+        fresh = Path(scratch) / f"{name}.so"
+        _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())  # else its name may be kept without its bytes
+        path = folder / f"{name}-{_digest(fresh)}.so"
+        for damaged in folder.glob(f"{name}-*.so"):
+            damaged.unlink(missing_ok=True)
+        return fresh.replace(path)
 
 
 def function(source: Path, name: str, result: Any, *arguments: Any, flags: Sequence[str] = ()) -> Any:
@@ -66,14 +106,21 @@ def function(source: Path, name: str, result: Any, *arguments: Any, flags: Seque
 
 
 def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines()
-        why = next((line for line in lines if "error" in line), lines[0] if lines else error.returncode)
-        raise RuntimeError(f"{command[0]} failed ({why}); the environment's CXX names another compiler") from error
-    except subprocess.SubprocessError as error:
-        raise RuntimeError(str(error)) from error
+    pipe, instead = subprocess.PIPE, "the environment's CXX names another compiler"
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as running:
+        try:
+            out, complaints = running.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{command[0]} took more than {SECONDS} s; {instead}") from error
+        finally:
+            if running.returncode is None:  # it, and the compilers that it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+    if running.returncode:
+        lines = complaints.strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else running.returncode)
+        raise RuntimeError(f"{command[0]} failed ({first}); {instead}")
+    return out
 
 
 def _processor() -> str:

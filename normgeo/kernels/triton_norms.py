@@ -141,7 +141,7 @@ class _Norm(torch.autograd.Function):
         z = torch.empty_like(x)
         scale = _launch(x, None, z, weight, bias, eps, offset, kind, save=True)
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset, ctx.kind, ctx.bias = offset, kind, bias is not None
+        ctx.offset, ctx.kind, ctx.dtypes = offset, kind, [None if p is None else p.dtype for p in (weight, bias)]
         return z
 
     @staticmethod
@@ -153,17 +153,14 @@ class _Norm(torch.autograd.Function):
         blocks = _ceil(rows, plan["ROWS"])
         steps = max(1, _ceil(blocks, _multiprocessors(x) * PROGRAMS))
         programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
-        partial = lambda wanted: torch.empty((programs, d), device=x.device) if wanted else None  # noqa: E731
-        dweight, dbias = partial(weight is not None), partial(ctx.bias)
+        sums = [None if dtype is None else torch.empty((programs, d), device=x.device) for dtype in ctx.dtypes]
         if programs:
             with _device(x):
                 _backward[(programs,)](
-                    x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
-                    KIND=ctx.kind, WEIGHT=weight is not None, BIAS=ctx.bias, **plan,
+                    x, weight, scale, dz, dx, *sums, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
+                    KIND=ctx.kind, WEIGHT=sums[0] is not None, BIAS=sums[1] is not None, **plan,
                 )  # fmt: skip
-        total = [
-            None if p is None else p.sum(0).to(x.dtype if weight is None else weight.dtype) for p in (dweight, dbias)
-        ]
+        total = [None if p is None else p.sum(0).to(dtype) for p, dtype in zip(sums, ctx.dtypes, strict=True)]
         return dx, *total, None, None, None
 
 
