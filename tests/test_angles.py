@@ -284,7 +284,10 @@ def test_the_verdicts_numbers_are_the_tables(ids, tiny):
     assert "nan" not in text
 
 
-def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny):
-    text = measured(tiny("gpt2"), ids, null=0).verdict()
+@pytest.mark.parametrize("options", [{"null": 0}, {"null": 1}])
+def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny, options):
+    text = measured(tiny("gpt2"), ids, **options).verdict()
+    assert "**not tested** for m: " in text
+    assert "hold" not in text
     assert "Null ensemble" not in text
     assert "nan" not in text

@@ -60,6 +60,9 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
 def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     layernorm = kind == "layernorm"
     number = "1" if layernorm else "2"
+    answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
+    if not s["tested"]:
+        answer = f"**not tested** for {model}: too few random directions (--null), or none met a token (--null-every)."
     claim = (
         "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
         if layernorm
@@ -68,7 +71,7 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     )
     act = "mean subtraction removes" if layernorm else "mean subtraction, had the model had it, would remove"
     lines = [
-        f"**Scenario {number}** ({claim}): **{'holds' if s['holds'] else 'does not hold'}** for {model}.",
+        f"**Scenario {number}** ({claim}): {answer}",
         "",
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
