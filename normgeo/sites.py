@@ -53,6 +53,7 @@ class NormSite:
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
         call: which of several calls in one forward pass, for modules that layers share.
+        dtype: of the vectors, as torch names it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class NormSite:
     heads: int = 1
     head_major: bool = False
     call: int = 0
+    dtype: str = "float32"
 
     @property
     def key(self) -> str:
@@ -235,6 +237,7 @@ def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n
             NormSite(
                 call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
                 behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
+                str(call.inputs[0].dtype).removeprefix("torch."),
             )
         )  # fmt: skip
     return sites

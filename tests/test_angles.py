@@ -243,6 +243,19 @@ def test_a_centered_model_is_reported_as_already_centered(ids):
     assert re.search(r"\*\*Already centered\*\*: at 5 of 5 sites", table.verdict())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_centered_model_is_reported_in_half_precision_too(ids, dtype):
+    assert len(already_centered(measured(centered(zoo.tiny("gpt2")).to(dtype), ids).frame)) == 5
+    assert already_centered(measured(zoo.tiny("gpt2").to(dtype), ids).frame).empty
+
+
+def test_a_narrow_spread_is_not_taken_for_rounding():
+    row = {"direction": "uniform", "phase": "pre", "mean_deg": 90.0, "std_deg": 0.05}
+    wide, narrow = row | {"d": 384, "dtype": "bfloat16"}, row | {"d": 192, "dtype": "float16"}
+    assert already_centered(pd.DataFrame([wide, narrow])).empty
+    assert len(already_centered(pd.DataFrame([row | {"d": 128, "dtype": "bfloat16"}]))) == 1
+
+
 def test_ordinary_models_are_not_reported_as_centered(tiny, ids):
     for name in ("gpt2", "llama", "t5"):
         table = measured(tiny(name), ids)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 
-__all__ = ["CENTERED_DEG", "already_centered", "scenario", "verdict"]
+__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "already_centered", "scenario", "verdict"]
 
 CENTERED_DEG = 1e-3
 """A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
+
+CENTERED_ROUNDINGS = 1.5
+"""So is one below this many eps / sqrt(d) of the hidden states' dtype: rounding their components leaves 0.3 of it along
+the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float16."""
 
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
@@ -22,7 +28,9 @@ def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
 def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
     """The sites whose inputs have no component along the uniform vector beyond rounding, as after a conversion."""
     pre = _uniform(frame, "pre")
-    return pre[(pre.std_deg < CENTERED_DEG) & ((pre.mean_deg - 90).abs() < CENTERED_DEG)]
+    eps = np.array([torch.finfo(getattr(torch, name)).eps for name in pre["dtype"]])
+    limit = np.maximum(CENTERED_DEG, np.degrees(CENTERED_ROUNDINGS * eps / np.sqrt(pre.d)))
+    return pre[(pre.std_deg < limit) & ((pre.mean_deg - 90).abs() < limit)]
 
 
 def scenario(frame: pd.DataFrame) -> dict[str, Any]:
