@@ -304,3 +304,11 @@ def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny, options):
     assert "hold" not in text
     assert "Null ensemble" not in text
     assert "nan" not in text
+
+
+def test_a_verdict_counts_tokens_where_norms_on_heads_take_several_vectors_of_each(ids, tiny):
+    model = tiny("qwen3")
+    for sites in (find_sites(model, qk=True), [s for s in find_sites(model, qk=True) if s.role == "qk"]):
+        text = measured(model, ids, sites=sites).verdict()
+        assert f"\n{ids.size} tokens." in text
+        assert "| first position of a context | 7 |" in text

@@ -99,6 +99,11 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     return lines
 
 
+def _tokens(rows: pd.DataFrame) -> int:
+    """How many tokens these rows are of: norms on heads take several vectors of each."""
+    return int(((rows.n_tokens + rows.n_excluded) // rows.heads).min())
+
+
 def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
     if sinks.empty:
         return []
@@ -110,7 +115,7 @@ def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
         part = keep[keep.tokens == group]
         if len(part):
             lines.append(
-                f"| {name} | {part.n_tokens.max():,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
+                f"| {name} | {_tokens(part):,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
             )
     return lines
 
@@ -119,7 +124,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
     """The verdict on every model in a table, in Markdown."""
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
-        n = part[part.direction == "uniform"].n_tokens.max()
+        n = _tokens(part[part.direction == "uniform"])
         lines += [f"## {model}", "", f"{n:,} tokens."]
         if (excluded := int(part[part.direction == "uniform"].n_excluded.max())) > 0:
             lines += ["", f"Up to {excluded:,} vectors at a site were zero or not finite and are left out."]
