@@ -35,7 +35,12 @@ def max_context(model: PreTrainedModel) -> int | None:
     text = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     found = (getattr(text, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    longest = next((value for value in found if isinstance(value, int) and value > 0), None)
+    for name, module in model.named_modules():
+        table = isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == longest
+        if table and module.padding_idx is not None:  # positions are counted from behind the padding's
+            return longest - module.padding_idx - 1
+    return longest
 
 
 def several_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:

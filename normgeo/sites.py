@@ -7,7 +7,6 @@ decide. Where it sits is read off one forward pass on a few tokens: which layer 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections import defaultdict
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
 from normgeo.models import default_dtype, example_inputs
 
 __all__ = ["NormSite", "Role", "find_sites"]
 
-Kind = Literal["layernorm", "rmsnorm"]
 Role = Literal[
     "embedding", "attention", "cross_attention", "mixer", "mlp", "parallel", "post_attention", "post_cross_attention",
     "post_mixer", "post_mlp", "qk", "inner", "final", "head",
@@ -35,7 +34,6 @@ Role = Literal[
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
 MIXER = re.compile(r"mamba|mixer|ssm|recurrent|time_mix", re.IGNORECASE)
-TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class NormSite:
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
         call: which of several calls in one forward pass, for modules that layers share.
+        dtype: of the vectors, as torch names it.
     """
 
     name: str
@@ -69,6 +68,7 @@ class NormSite:
     heads: int = 1
     head_major: bool = False
     call: int = 0
+    dtype: str = "float32"
 
     @property
     def key(self) -> str:
@@ -119,8 +119,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     inputs = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
     trace = _traced(model, inputs)
     modules = dict(model.named_modules())
-    verdicts: dict[str, _Behaviour | None] = {}
-    found: list[tuple[_Call, _Behaviour]] = []
+    verdicts: dict[str, Behaviour | None] = {}
+    found: list[tuple[_Call, Behaviour]] = []
     for call in sorted((c for c in trace.calls if c.leaf), key=lambda c: c.began):
         if not _could_be_a_norm(call, modules[call.name]):
             continue
@@ -128,7 +128,7 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             hint = "the model does not fit on the GPUs: give more of them, or a smaller --dtype"
             raise ModelError(f"{call.name} was left on the CPU or the disk, where it is not measured; {hint}")
         if call.name not in verdicts:
-            verdicts[call.name] = _behaviour(modules[call.name], call.inputs[0].shape)
+            verdicts[call.name] = behaviour_of(modules[call.name], call.inputs[0].shape)
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
     if not found:
@@ -218,91 +218,7 @@ def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Behaviour:
-    kind: Kind
-    eps: float
-    gain: bool
-    bias: bool
-
-
-def _standardized(x: Tensor, kind: Kind) -> Tensor:
-    x = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
-
-
-@torch.no_grad()
-def _behaviour(module: nn.Module, shape: torch.Size) -> _Behaviour | None:
-    """What a module does to random vectors of this shape, or None when it is no norm.
-
-    With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
-    vectors and must then predict f on others, whose lengths and means differ widely.
-    """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    module = copy.deepcopy(module).to(dtype).eval()
-    generator = torch.Generator().manual_seed(0)
-
-    def probe(scale: float) -> Tensor:
-        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
-        x = signs * (0.5 + torch.rand(shape, generator=generator))
-        lengths = 0.5 + 1.5 * torch.rand((*shape[:-1], 1), generator=generator)
-        return (scale * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
-
-    fits = [probe(1e3) for _ in range(4)]
-    try:
-        odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
-        beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
-        fresh = probe(1e3)
-        truth = module(fresh)
-    except Exception:  # whatever a module raises that wants other inputs: then it is no norm
-        return None
-    if truth.shape != shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0) or _fits_any(module, fresh):
-        return None
-    for kind in ("layernorm", "rmsnorm"):
-        y = _standardized(torch.stack(fits), kind)
-        gamma = (odd * y).sum(0) / y.pow(2).sum(0)
-        error = truth - (gamma * _standardized(fresh, kind) + beta)
-        if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
-            eps = _named_eps(module)
-            eps = _measured_eps(module, fresh / 1e3, gamma, kind) if eps is None else eps
-            has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
-            return _Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
-    return None
-
-
-def _fits_any(module: nn.Module, x: Tensor) -> bool:
-    """Whether a module with parameters takes vectors of another width: its gains belong to another axis (GroupNorm)."""
-    try:
-        return any(True for _ in module.parameters()) and module(x[..., :-1]) is not None
-    except Exception:  # whatever a module raises at a wrong width
-        return False
-
-
-def _has_bias(module: nn.Module) -> bool:
-    return len(list(module.parameters())) > 1
-
-
-def _named_eps(module: nn.Module) -> float | None:
-    values = [v for k, v in vars(module).items() if "eps" in k.lower() and isinstance(v, float)]
-    return values[0] if values else None
-
-
-def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> float:
-    """Eps from how much short vectors come out shorter: |f(sx)| / |gamma y| = 1 / sqrt(1 + eps / (s^2 v))."""
-    y = _standardized(x, kind)
-    centered = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
-    v = centered.pow(2).mean(-1)
-    best, off = 0.0, 1.0
-    for s in (10.0**-k for k in range(9)):
-        out = (module(s * x) - module(-s * x)) / 2
-        r = ((out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)).clamp(1e-6, 1.0)
-        if (r - 0.5).abs().mean() < off:
-            best, off = (s * s * v * (r**-2 - 1)).mean().item(), (r - 0.5).abs().mean().item()
-    return float(f"{best:.5g}")
-
-
-def _placed(found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, n_tokens: int | None) -> list[NormSite]:
+def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n_tokens: int | None) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
     norms = [call for call, _ in found]
     calls: dict[str, int] = defaultdict(int)
@@ -322,6 +238,7 @@ def _placed(found: list[tuple[_Call, _Behaviour]], trace: _Trace, outside: str, 
             NormSite(
                 call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
                 behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
+                str(call.inputs[0].dtype).removeprefix("torch."),
             )
         )  # fmt: skip
     return sites

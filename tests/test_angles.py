@@ -243,6 +243,19 @@ def test_a_centered_model_is_reported_as_already_centered(ids):
     assert re.search(r"\*\*Already centered\*\*: at 5 of 5 sites", table.verdict())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_centered_model_is_reported_in_half_precision_too(ids, dtype):
+    assert len(already_centered(measured(centered(zoo.tiny("gpt2")).to(dtype), ids).frame)) == 5
+    assert already_centered(measured(zoo.tiny("gpt2").to(dtype), ids).frame).empty
+
+
+def test_a_narrow_spread_is_not_taken_for_rounding():
+    row = {"direction": "uniform", "phase": "pre", "mean_deg": 90.0, "std_deg": 0.05}
+    wide, narrow = row | {"d": 384, "dtype": "bfloat16"}, row | {"d": 192, "dtype": "float16"}
+    assert already_centered(pd.DataFrame([wide, narrow])).empty
+    assert len(already_centered(pd.DataFrame([row | {"d": 128, "dtype": "bfloat16"}]))) == 1
+
+
 def test_ordinary_models_are_not_reported_as_centered(tiny, ids):
     for name in ("gpt2", "llama", "t5"):
         table = measured(tiny(name), ids)
@@ -284,7 +297,18 @@ def test_the_verdicts_numbers_are_the_tables(ids, tiny):
     assert "nan" not in text
 
 
-def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny):
-    text = measured(tiny("gpt2"), ids, null=0).verdict()
+@pytest.mark.parametrize("options", [{"null": 0}, {"null": 1}])
+def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny, options):
+    text = measured(tiny("gpt2"), ids, **options).verdict()
+    assert "**not tested** for m: " in text
+    assert "hold" not in text
     assert "Null ensemble" not in text
     assert "nan" not in text
+
+
+def test_a_verdict_counts_tokens_where_norms_on_heads_take_several_vectors_of_each(ids, tiny):
+    model = tiny("qwen3")
+    for sites in (find_sites(model, qk=True), [s for s in find_sites(model, qk=True) if s.role == "qk"]):
+        text = measured(model, ids, sites=sites).verdict()
+        assert f"\n{ids.size} tokens." in text
+        assert "| first position of a context | 7 |" in text

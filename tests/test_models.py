@@ -2,13 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from transformers import RobertaConfig, RobertaModel
 from zoo import CONFIGS, tiny
 
-from normgeo import convert, load_model, load_tokenizer, load_tokens
+from normgeo import convert, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.conversion.runs import convert_checkpoint
-from normgeo.errors import ModelError
+from normgeo.errors import DataError, ModelError
 from normgeo.examples import several_inputs
 from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
 from normgeo.tokens import SAMPLE
@@ -137,6 +139,18 @@ def test_longest_context_and_base():
     assert max_context(tiny("t5")) is None
     model = tiny("llama")
     assert base_model(model) is model.model
+
+
+def test_positions_behind_the_paddings_are_all_there_are():
+    config = RobertaConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=18, pad_token_id=1,
+    )  # fmt: skip
+    model = RobertaModel(config).eval()
+    assert max_context(model) == 16
+    assert measure_angles(model, np.full((2, 16), 5), null=4, progress=False).frame.n_tokens.max() == 32
+    with pytest.raises(DataError, match="longer than the model's 16; give --context 16"):
+        measure_angles(model, np.full((2, 17), 5), progress=False)
 
 
 def test_examples_fit_short_contexts():

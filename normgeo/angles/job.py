@@ -224,6 +224,8 @@ def check_same(then: dict[str, Any], now: dict[str, Any], out: Path | str, keys:
 
 def _changed(name: str, then: Any, now: Any) -> tuple[str, Any, Any] | None:
     """The first entry that differs, of those that both have: a later version of a library knows more options."""
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        then, now = dict(enumerate(then)), dict(enumerate(now))
     if not isinstance(then, dict) or not isinstance(now, dict):
         return None if then == now else (name, then, now)
     both = (_changed(f"{name} {key}", then[key], now[key]) for key in then if key in now)

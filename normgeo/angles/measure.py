@@ -88,7 +88,8 @@ class AngleTable:
         rows, sinks = [], []
         for i, site in enumerate(statistics.sites):
             about = {"model": model, "site": site.key, "layer": site.layer, "role": site.role, "kind": site.kind,
-                     "stack": site.stack, "d": site.d, "eps": site.eps}  # fmt: skip
+                     "stack": site.stack, "d": site.d, "heads": site.heads, "eps": site.eps,
+                     "dtype": site.dtype}  # fmt: skip
             for p, phase in enumerate(PHASES):
                 if not everything["n_tokens"][0, i, p].all():
                     n = everything["n_excluded"][0, i, p, 0]

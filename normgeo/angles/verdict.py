@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 
-__all__ = ["CENTERED_DEG", "already_centered", "scenario", "verdict"]
+__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "already_centered", "scenario", "verdict"]
 
 CENTERED_DEG = 1e-3
 """A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
+
+CENTERED_ROUNDINGS = 1.5
+"""So is one below this many eps / sqrt(d) of the hidden states' dtype: rounding their components leaves 0.3 of it along
+the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float16."""
 
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
@@ -22,7 +28,9 @@ def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
 def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
     """The sites whose inputs have no component along the uniform vector beyond rounding, as after a conversion."""
     pre = _uniform(frame, "pre")
-    return pre[(pre.std_deg < CENTERED_DEG) & ((pre.mean_deg - 90).abs() < CENTERED_DEG)]
+    eps = np.array([torch.finfo(getattr(torch, name)).eps for name in pre["dtype"]])
+    limit = np.maximum(CENTERED_DEG, np.degrees(CENTERED_ROUNDINGS * eps / np.sqrt(pre.d)))
+    return pre[(pre.std_deg < limit) & ((pre.mean_deg - 90).abs() < limit)]
 
 
 def scenario(frame: pd.DataFrame) -> dict[str, Any]:
@@ -60,6 +68,9 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
 def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     layernorm = kind == "layernorm"
     number = "1" if layernorm else "2"
+    answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
+    if not s["tested"]:
+        answer = f"**not tested** for {model}: too few random directions (--null), or none met a token (--null-every)."
     claim = (
         "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
         if layernorm
@@ -68,7 +79,7 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     )
     act = "mean subtraction removes" if layernorm else "mean subtraction, had the model had it, would remove"
     lines = [
-        f"**Scenario {number}** ({claim}): **{'holds' if s['holds'] else 'does not hold'}** for {model}.",
+        f"**Scenario {number}** ({claim}): {answer}",
         "",
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
@@ -88,6 +99,11 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     return lines
 
 
+def _tokens(rows: pd.DataFrame) -> int:
+    """How many tokens these rows are of: norms on heads take several vectors of each."""
+    return int(((rows.n_tokens + rows.n_excluded) // rows.heads).min())
+
+
 def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
     if sinks.empty:
         return []
@@ -99,7 +115,7 @@ def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
         part = keep[keep.tokens == group]
         if len(part):
             lines.append(
-                f"| {name} | {part.n_tokens.max():,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
+                f"| {name} | {_tokens(part):,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
             )
     return lines
 
@@ -108,7 +124,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
     """The verdict on every model in a table, in Markdown."""
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
-        n = part[part.direction == "uniform"].n_tokens.max()
+        n = _tokens(part[part.direction == "uniform"])
         lines += [f"## {model}", "", f"{n:,} tokens."]
         if (excluded := int(part[part.direction == "uniform"].n_excluded.max())) > 0:
             lines += ["", f"Up to {excluded:,} vectors at a site were zero or not finite and are left out."]

@@ -1,0 +1,104 @@
+"""What a module does: whether it is a LayerNorm, an RMSNorm or neither, by probing it with random vectors.
+
+*Geometry* eq. 9 and 11; *Pre-RMSNorm* eq. 1 and 2.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Behaviour", "Kind", "behaviour_of"]
+
+Kind = Literal["layernorm", "rmsnorm"]
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a norm is: its kind, its epsilon, and whether it has a gamma and a beta."""
+
+    kind: Kind
+    eps: float
+    gain: bool
+    bias: bool
+
+
+def _standardized(x: Tensor, kind: Kind) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+
+@torch.no_grad()
+def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
+    """What a module does to random vectors of this shape, or None when it is no norm.
+
+    With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
+    vectors and must then predict f on others, whose lengths and means differ widely.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    module = copy.deepcopy(module).to(dtype).eval()
+    generator = torch.Generator().manual_seed(0)
+
+    def probe(scale: float) -> Tensor:
+        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
+        x = signs * (0.5 + torch.rand(shape, generator=generator))
+        lengths = 0.5 + 1.5 * torch.rand((*shape[:-1], 1), generator=generator)
+        return (scale * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
+
+    fits = [probe(1e3) for _ in range(4)]
+    try:
+        odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
+        beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
+        fresh = probe(1e3)
+        truth = module(fresh)
+    except Exception:  # whatever a module raises that wants other inputs: then it is no norm
+        return None
+    if truth.shape != shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0) or _fits_any(module, fresh):
+        return None
+    for kind in ("layernorm", "rmsnorm"):
+        y = _standardized(torch.stack(fits), kind)
+        gamma = (odd * y).sum(0) / y.pow(2).sum(0)
+        error = truth - (gamma * _standardized(fresh, kind) + beta)
+        if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
+            eps = _named_eps(module)
+            eps = _measured_eps(module, fresh / 1e3, gamma, kind) if eps is None else eps
+            has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
+            return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
+    return None
+
+
+def _fits_any(module: nn.Module, x: Tensor) -> bool:
+    """Whether a module with parameters takes vectors of another width: its gains belong to another axis (GroupNorm)."""
+    try:
+        return any(True for _ in module.parameters()) and module(x[..., :-1]) is not None
+    except Exception:  # whatever a module raises at a wrong width
+        return False
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return len(list(module.parameters())) > 1
+
+
+def _named_eps(module: nn.Module) -> float | None:
+    values = [v for k, v in vars(module).items() if "eps" in k.lower() and isinstance(v, float)]
+    return values[0] if values else None
+
+
+def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> float:
+    """Eps from how much short vectors come out shorter: |f(sx)| / |gamma y| = 1 / sqrt(1 + eps / (s^2 v))."""
+    y = _standardized(x, kind)
+    centered = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    v = centered.pow(2).mean(-1)
+    best, off = 0.0, 1.0
+    for s in (10.0**-k for k in range(9)):
+        out = (module(s * x) - module(-s * x)) / 2
+        r = ((out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)).clamp(1e-6, 1.0)
+        if (r - 0.5).abs().mean() < off:
+            best, off = (s * s * v * (r**-2 - 1)).mean().item(), (r - 0.5).abs().mean().item()
+    return float(f"{best:.5g}")
