@@ -192,7 +192,7 @@ def pretended_cuda(monkeypatch):
     }  # fmt: skip
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("normgeo.kernels.on_cuda", lambda: SimpleNamespace(project=projected))
+    monkeypatch.setattr("normgeo.kernels.on_cuda", lambda *_: SimpleNamespace(project=projected))
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

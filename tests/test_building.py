@@ -1,5 +1,6 @@
 """The kernels are built once, safely; where they cannot be, torch takes their place and says why."""
 
+import contextlib
 import os
 import platform
 import shutil
@@ -15,7 +16,7 @@ from test_kernels import expected, vectors
 
 from normgeo import kernels
 from normgeo.geometry import Directions
-from normgeo.kernels import BINS, compiling, cpu, fallback
+from normgeo.kernels import BINS, compiling, cpu, fallback, launching, norm_ops
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def test_sources_are_valid_for_processors_that_are_not_here(source, processor):
 
 
 NARROWER = """
+import contextlib
 import os
 
 def pytest_sessionstart(session):
@@ -212,3 +214,30 @@ def test_of_several_processes_one_builds_and_the_others_wait(cache, monkeypatch)
 def test_the_source_ships_with_the_package():
     assert cpu.SOURCE.is_file()
     assert fallback.BINS == BINS == 18000
+
+
+class Triton:
+    """A module of kernels that cannot be built."""
+
+    launches = 0
+
+    def launch_smallest(self, device):
+        self.launches += 1
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+
+def test_triton_that_builds_nothing_is_found_out_once_by_its_smallest_launch(monkeypatch):
+    kernels, name, device = Triton(), "normgeo.kernels.triton_norms", torch.device("cuda")
+    capturing = [True]
+    monkeypatch.setattr(launching, "_tried", {})
+    monkeypatch.setitem(sys.modules, name, kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert norm_ops.on_cuda() is kernels  # nobody named a device
+    assert norm_ops.on_cuda(device) is None  # while a graph is recorded nothing can be built
+    assert kernels.launches == 0
+    capturing[0] = False
+    with pytest.warns(UserWarning, match=r"Triton fails \(Failed to find C compiler\.\)$"):
+        assert norm_ops.on_cuda(device) is None
+    assert norm_ops.on_cuda(device) is norm_ops.on_cuda() is None
+    assert kernels.launches == 1

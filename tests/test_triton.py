@@ -1,6 +1,7 @@
 """The kernels in Triton: on CUDA where there is a device, else on the CPU in Triton's interpreter."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -126,3 +127,8 @@ def test_optimized_models_on_cuda_give_what_they_gave(name, dtype, monkeypatch):
     before = outputs_of(model, inputs)
     for found, expected in zip(outputs_of(optimize(model), inputs), before, strict=True):
         close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("ops", ["triton_norms", "triton_project"])
+def test_the_smallest_launch_is_one(ops):
+    importlib.import_module(f"normgeo.kernels.{ops}").launch_smallest(torch.device(DEVICE))

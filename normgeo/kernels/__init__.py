@@ -7,8 +7,6 @@ the compiled one off.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from normgeo.kernels import cpu, fallback
+from normgeo.kernels import cpu, fallback, launching
 from normgeo.kernels.fallback import BINS, ENERGY_UNIT, UNIT, Histogram, Sums
 
 __all__ = [
@@ -56,13 +54,9 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-@functools.cache
-def on_cuda() -> Any:
-    """The pass in Triton, or None where Triton is not installed."""
-    try:
-        return importlib.import_module("normgeo.kernels.triton_project")
-    except ImportError:
-        return None
+def on_cuda(device: torch.device | None = None) -> Any:
+    """The pass in Triton, or None where there is none; see `launching.found`."""
+    return launching.found("normgeo.kernels.triton_project", device)
 
 
 def _compiled(x: Tensor) -> bool:
@@ -88,7 +82,7 @@ def project(
         out = torch.empty((4 + centered, len(x)), dtype=precise(x.device), device=x.device)
     if _compiled(x):
         cpu.loaded().project(x if x.stride(1) == 1 else x.contiguous(), units, centered, out)
-    elif x.device.type == "cuda" and (triton := on_cuda()) is not None:
+    elif x.device.type == "cuda" and (triton := on_cuda(x.device)) is not None:
         with torch.cuda.device(x.device):
             triton.project(x if x.stride(1) == 1 else x.contiguous(), units.contiguous(), centered, out)
     else:

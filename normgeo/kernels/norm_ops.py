@@ -10,8 +10,6 @@ kernels are called with Python's tensors themselves (`norms_direct.cpp`) where P
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 import sys
 import sysconfig
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from normgeo.kernels import launching
 from normgeo.kernels.compiling import compiled
 
 __all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "loaded", "norm", "takes"]
@@ -161,13 +160,9 @@ def _checked(ops: Operators) -> Operators:
     return ops
 
 
-@functools.cache
-def on_cuda() -> Any:
-    """The kernels in Triton, or None where Triton is not installed."""
-    try:
-        return importlib.import_module("normgeo.kernels.triton_norms")
-    except ImportError:
-        return None
+def on_cuda(device: torch.device | None = None) -> Any:
+    """The kernels in Triton, or None where there are none; see `launching.found`."""
+    return launching.found("normgeo.kernels.triton_norms", device)
 
 
 def takes(x: Tensor) -> bool:
@@ -180,7 +175,7 @@ def takes(x: Tensor) -> bool:
         return False
     if x.is_cpu:
         return loaded().compiled
-    return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda() is not None
+    return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda(x.device) is not None
 
 
 def _pays(x: Tensor, kind: str) -> bool:

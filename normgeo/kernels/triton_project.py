@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["project"]
+__all__ = ["launch_smallest", "project"]
 
 BLOCK, ROWS, EACH = 256, 8, 4  # numbers of a row at a time, rows a program, and neighbours that one thread adds up
 
@@ -73,3 +74,9 @@ def project(x: Tensor, units: Tensor, centered: bool, out: Tensor) -> None:
     _project[(triton.cdiv(rows, ROWS),)](
         x, units, out, rows, d, x.stride(0), out.stride(0), CENTERED=centered, ROWS=ROWS, BLOCK=BLOCK, EACH=EACH
     )
+
+
+def launch_smallest(device: torch.device) -> None:
+    """Fail where no kernel can be built."""
+    rows, units, out = (torch.ones(shape, dtype=torch.float64, device=device) for shape in ((1, 16), (3, 16), (4, 1)))
+    project(rows, units, False, out)
