@@ -36,10 +36,13 @@ def max_context(model: PreTrainedModel) -> int | None:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     found = (getattr(text, name, None) for name in names)
     longest = next((value for value in found if isinstance(value, int) and value > 0), None)
+    if longest is None:
+        return None
     for name, module in model.named_modules():
-        table = isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == longest
-        if table and module.padding_idx is not None:  # positions are counted from behind the padding's
-            return longest - module.padding_idx - 1
+        if isinstance(module, nn.Embedding) and "position" in name and module.num_embeddings == longest:
+            padding: int | None = module.padding_idx
+            if padding is not None:  # positions are counted from behind it
+                return longest - padding - 1
     return longest
 
 
