@@ -15,11 +15,13 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from torch.autograd.graph import increment_version
 from normgeo.kernels import launching
 from normgeo.kernels.compiling import compiled
 
-__all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "loaded", "norm", "takes"]
+__all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "launched_always", "loaded", "norm", "takes"]
 
 is_compiling = torch.compiler.is_compiling  # looked up once: it is asked for every norm
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -184,6 +186,13 @@ def _pays(x: Tensor, kind: str) -> bool:
     The same while a graph is recorded as before: kernels cannot be loaded then.
     """
     return x.numel() >= (LAUNCH >> 4 if torch.is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
+
+
+@contextmanager
+def launched_always() -> Iterator[None]:
+    """While inside, a launch on CUDA costs nothing, as in a graph: kernels are used for however few numbers."""
+    with patch.object(sys.modules[__name__], "LAUNCH", 0):
+        yield
 
 
 def _plain(x: Tensor) -> bool:
