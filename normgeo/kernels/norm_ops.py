@@ -129,8 +129,8 @@ def by_operators(path: str) -> Operators:
         *numbers, over = options
         if not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
-        if (residual.is_inference() or x.is_inference()) and not torch.is_inference_mode_enabled():
-            return None  # they may not be written over
+        if not _may_write(residual, x):
+            return None
         x = x.contiguous()
         out = x if over else torch.empty_like(residual)
         increment_version([residual, out])
@@ -220,6 +220,11 @@ def _may_add(residual: Tensor, x: Tensor) -> bool:
     return x.shape == residual.shape and residual.dtype in (x.dtype, torch.float32)
 
 
+def _may_write(residual: Tensor, x: Tensor) -> bool:
+    """Whether both may be written over: tensors of inference mode may not, outside of it."""
+    return torch.is_inference_mode_enabled() or not (residual.is_inference() or x.is_inference())
+
+
 def _on_cpu(x: Tensor) -> Operators:
     """What is not built before there is something for it: training does without."""
     return loaded() if _plain(x) else NONE
@@ -251,9 +256,12 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if not (takes(residual) and _pays(x, kind) and _may_add(residual, x) and _suit(residual, weight, bias)):
+    if torch.is_grad_enabled() or not (takes(residual) and _pays(x, kind) and _may_add(residual, x)):
+        return None
+    if not (_suit(residual, weight, bias) and _may_write(residual, x)):
         return None
     x = x.contiguous()
     out = x if over else torch.empty_like(residual)
+    increment_version([residual, out])
     on_cuda().add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
     return out
