@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,33 @@ def test_calls_without_the_dispatcher_do_as_it_does():
     with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
         norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
     assert "normgeo::norm" in {event.name for event in profile.events()}
+
+
+@torch.no_grad()
+def test_on_cuda_streams_are_added_to_under_the_same_conditions(monkeypatch):
+    """Without gradients, with a note of what is written, and inference tensors kept; on tensors without memory."""
+    calls, drawn_there = [], lambda: torch.ones((3, 8), device="meta")
+    monkeypatch.setattr(norm_ops, "takes", lambda x: True)
+    monkeypatch.setattr(norm_ops, "on_cuda", lambda *_: SimpleNamespace(add_norm_=lambda *a: calls.append(a)))
+
+    def add(residual, x, over=False):
+        with norm_ops.launched_always():
+            return norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm", over)
+
+    residual, x = drawn_there(), drawn_there()
+    assert add(residual, x) is not None
+    assert (residual._version, x._version) == (1, 0)
+    assert add(residual, x, over=True) is x
+    assert (residual._version, x._version) == (2, 1)
+    with torch.inference_mode():
+        made = drawn_there()
+        assert add(made, x) is not None
+    calls.clear()
+    assert add(made, x) is add(residual, made, over=True) is None
+    with torch.enable_grad():
+        assert add(residual, x) is None
+    assert residual._version == 2
+    assert not calls
 
 
 class Seen(torch.utils._python_dispatch.TorchDispatchMode):

@@ -15,11 +15,13 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from torch.autograd.graph import increment_version
 from normgeo.kernels import launching
 from normgeo.kernels.compiling import compiled
 
-__all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "loaded", "norm", "takes"]
+__all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "launched_always", "loaded", "norm", "takes"]
 
 is_compiling = torch.compiler.is_compiling  # looked up once: it is asked for every norm
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -127,8 +129,8 @@ def by_operators(path: str) -> Operators:
         *numbers, over = options
         if not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
-        if (residual.is_inference() or x.is_inference()) and not torch.is_inference_mode_enabled():
-            return None  # they may not be written over
+        if not _may_write(residual, x):
+            return None
         x = x.contiguous()
         out = x if over else torch.empty_like(residual)
         increment_version([residual, out])
@@ -186,6 +188,13 @@ def _pays(x: Tensor, kind: str) -> bool:
     return x.numel() >= (LAUNCH >> 4 if torch.is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
 
 
+@contextmanager
+def launched_always() -> Iterator[None]:
+    """While inside, a launch on CUDA costs nothing, as in a graph: kernels are used for however few numbers."""
+    with patch.object(sys.modules[__name__], "LAUNCH", 0):
+        yield
+
+
 def _plain(x: Tensor) -> bool:
     """Whether an input is what kernels are for, lies where it says, and is neither traced, transformed nor watched."""
     if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or not x.dim() or x.is_neg():
@@ -209,6 +218,11 @@ def _may_add(residual: Tensor, x: Tensor) -> bool:
     if not _plain(x) or x.device != residual.device or not residual.is_contiguous():
         return False
     return x.shape == residual.shape and residual.dtype in (x.dtype, torch.float32)
+
+
+def _may_write(residual: Tensor, x: Tensor) -> bool:
+    """Whether both may be written over: tensors of inference mode may not, outside of it."""
+    return torch.is_inference_mode_enabled() or not (residual.is_inference() or x.is_inference())
 
 
 def _on_cpu(x: Tensor) -> Operators:
@@ -242,9 +256,12 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if not (takes(residual) and _pays(x, kind) and _may_add(residual, x) and _suit(residual, weight, bias)):
+    if torch.is_grad_enabled() or not (takes(residual) and _pays(x, kind) and _may_add(residual, x)):
+        return None
+    if not (_suit(residual, weight, bias) and _may_write(residual, x)):
         return None
     x = x.contiguous()
     out = x if over else torch.empty_like(residual)
+    increment_version([residual, out])
     on_cuda().add_norm_(residual, x, out, weight, bias, eps, offset, KINDS[kind])
     return out
