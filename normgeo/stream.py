@@ -13,13 +13,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from normgeo.errors import DataError, ModelError
+from normgeo.errors import DataError, ModelError, NormGeoError
+from normgeo.examples import example
 from normgeo.models import base_model, max_context, memory_explained
 from normgeo.sites import NormSite, evaluating
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch
 
-__all__ = ["Sink", "check_context", "forward", "hooked", "stream"]
+__all__ = ["Sink", "check_context", "check_pass", "forward", "hooked", "own_errors", "stream", "vocabulary"]
 
 
 @runtime_checkable
@@ -104,6 +105,65 @@ def check_context(model: PreTrainedModel, context: int) -> None:
         raise DataError(f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest}")
 
 
+@contextmanager
+def own_errors(model: PreTrainedModel) -> Iterator[None]:
+    """What a model raises itself at token ids alone, as one line."""
+    try:
+        yield
+    except NormGeoError:
+        raise
+    except Exception as error:  # whatever a model raises
+        raise ModelError(
+            f"{type(model).__name__} failed on token ids alone: {type(error).__name__}: {str(error)[:200]}; give a "
+            "model of text, or the part of this one that reads it"
+        ) from error
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids a model has an embedding for.
+
+    Raises:
+        ModelError: it has no table of embeddings.
+    """
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ModelError(f"{type(model).__name__} has no table of token embeddings; give a model that does") from error
+
+
+class _Counts:
+    """A sink of how many vectors each site has seen."""
+
+    def __init__(self) -> None:
+        self.vectors: dict[int, int] = {}
+
+    def begin(self, batch: TokenBatch) -> None: ...
+
+    def take(self, site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
+        self.vectors[site] = len(hidden)
+
+    def end(self) -> None: ...
+
+
+def check_pass(model: PreTrainedModel, sites: Sequence[NormSite], context: int) -> None:
+    """Refuse, before anything is measured, a model that a context of token ids does not take through all its sites.
+
+    Raises:
+        ModelError: the pass fails, or does not call a site once for every token.
+    """
+    seen = _Counts()
+    with own_errors(model):
+        ids = example("input_ids", model, context, torch.Generator().manual_seed(0))[:1].numpy()
+        list(stream(model, sites, [TokenBatch(ids, ids, 0)], [seen]))
+    for index, site in enumerate(sites):
+        vectors = seen.vectors.get(index, 0)
+        if not vectors or vectors % context:
+            raise ModelError(
+                f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {context} token ids alone, "
+                "not one or more for each; leave it out: --sites takes roles and name patterns of others"
+            )
+
+
 def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
     """The base model where it holds all the sites, else the whole model."""
     base = base_model(model)
@@ -151,8 +211,7 @@ def stream(
         DataError: a token id is beyond the vocabulary.
     """
     runner = _runner(model, sites)
-    embeddings = model.get_input_embeddings()
-    vocabulary = int(embeddings.weight.shape[0])  # pyright: ignore
+    known = vocabulary(model)
     prefix = next((n for n, m in model.named_modules() if m is runner), "")
     local = [_renamed(site, prefix) for site in sites]
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
@@ -160,7 +219,7 @@ def stream(
             with torch.inference_mode(), _in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
-                forward(runner, batch, vocabulary)
+                forward(runner, batch, known)
                 for sink in sinks:
                     sink.end()
             yield batch

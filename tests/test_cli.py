@@ -1,10 +1,12 @@
 """The command line: one clear line for each thing a user can get wrong, and what goes right."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from stores import unfinished
 from zoo import tiny
 
@@ -92,6 +94,33 @@ def test_each_mistake_is_one_clear_line(normgeo, tmp_path, words, says):
     assert says in err
     assert "Traceback" not in err
     assert {p for p in tmp_path.rglob("*") if "pickled" not in p.parts} - {tmp_path / "runs"} == before
+
+
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96}
+VISION = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+FUNNEL = {"vocab_size": 96, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1],
+          "num_decoder_layers": 1}  # fmt: skip
+BEYOND_TOKENS = {
+    "needs images": (hf.CLIPModel, hf.CLIPConfig(text_config=TEXT, vision_config=VISION), "no table of token embed"),
+    "with images": (
+        hf.GitForCausalLM,
+        hf.GitConfig(**TEXT, vision_config=VISION),
+        "git.image_encoder.* sees 0 vectors",
+    ),
+    "shortens": (hf.FunnelForMaskedLM, hf.FunnelConfig(**FUNNEL), "sees 8 vectors when FunnelForMaskedLM is given 16"),
+    "needs labels": (hf.CanineModel, hf.CanineConfig(**TEXT), "CanineModel"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND_TOKENS)
+def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(normgeo, tmp_path, case):
+    model, config, says = BEYOND_TOKENS[case]
+    model(config).save_pretrained("m")
+    status, _, err = normgeo("angles", "m", "--data", "ids.npy", "--null", 4, "--out", "here")
+    assert status == 1
+    assert re.search(says, err)
+    assert "Traceback" not in err
+    assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.parametrize(

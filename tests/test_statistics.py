@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics
+from normgeo.errors import ModelError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
@@ -221,7 +222,7 @@ def test_constant_vectors_are_standardized_to_nothing_but_have_an_angle_before()
 def test_a_number_of_vectors_that_is_no_multiple_of_the_tokens_is_refused():
     statistics = AngleStatistics([site(4)], {4: Directions.seeded(4, 2)})
     statistics.begin(TokenBatch(np.ones((2, 3), int), np.zeros((2, 3), int), 0))
-    with pytest.raises(ValueError, match="saw 7 vectors for 6 tokens"):
+    with pytest.raises(ModelError, match="saw 7 vectors for 6 tokens"):
         statistics.take(0, "pre", noise(7, 4))
 
 

@@ -24,7 +24,7 @@ from normgeo.models import (
     weights_digest,
 )
 from normgeo.sites import NormSite, find_sites
-from normgeo.stream import check_context
+from normgeo.stream import check_context, check_pass
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, load_tokens
 
@@ -147,6 +147,7 @@ def prepare(
     else:
         tokens, n_tokens = _counted(tokens, config.tokens, first)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
+    check_pass(model, sites, tokens.context)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
     about = {

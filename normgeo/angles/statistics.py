@@ -27,6 +27,7 @@ from torch import Tensor
 
 from normgeo import kernels
 from normgeo.angles.ensemble import DEGREES, NullEnsemble
+from normgeo.errors import ModelError
 from normgeo.geometry import Directions
 from normgeo.kernels import BINS, ENERGY_UNIT, UNIT, Histogram
 from normgeo.sites import NormSite
@@ -132,9 +133,9 @@ class AngleStatistics:
         """Project the vectors onto the directions; the rest waits until the batch ends."""
         (vectors, d), device, kind = hidden.shape, hidden.device, self.sites[site].kind
         if vectors % self._n_tokens:
-            raise ValueError(
-                f"{self.sites[site].key} saw {vectors} vectors for {self._n_tokens} tokens; it is not called once for "
-                "every token"
+            raise ModelError(
+                f"{self.sites[site].key} saw {vectors} vectors for {self._n_tokens} tokens, not one or more for each; "
+                "leave it out: --sites takes roles and name patterns of others"
             )
         centered = phase == "pre" and kind == "layernorm"
         key = (phase, kind, d, vectors, device)

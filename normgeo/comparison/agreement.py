@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import evaluating
-from normgeo.stream import forward
+from normgeo.stream import forward, own_errors, vocabulary
 from normgeo.tokens import TokenBatch, TokenStream
 
-__all__ = ["Agreement", "agreements", "next_tokens", "vocabulary"]
+__all__ = ["Agreement", "agreements", "next_tokens"]
 
 AT_ONCE = 1 << 18
 """Logits in float64 at once on a CPU: 2 MiB stay in the cache, which is three times as fast as 32 MiB."""
@@ -136,14 +136,9 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b > 0 else (0.0 if a == 0 else math.inf)
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids a model has an embedding for."""
-    return int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
-
-
 def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, Tensor]:
     """What a model gives for each token, and whether that is its logits or its last hidden states."""
-    with torch.inference_mode():
+    with torch.inference_mode(), own_errors(model):
         result = forward(model, batch, vocabulary(model))
     kind = next((k for k in ("logits", "last_hidden_state") if isinstance(getattr(result, k, None), Tensor)), None)
     if kind is None:

@@ -26,13 +26,13 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.angles.measure import measure_angles
 from normgeo.comparison import figures as side_by_side
-from normgeo.comparison.agreement import agreements, vocabulary
+from normgeo.comparison.agreement import agreements
 from normgeo.conversion.convert import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
-from normgeo.stream import check_context, forward
+from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, numbered, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, synchronize
