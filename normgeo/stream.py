@@ -20,7 +20,17 @@ from normgeo.sites import NormSite, evaluating
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch
 
-__all__ = ["Sink", "check_context", "check_pass", "forward", "hooked", "own_errors", "stream", "vocabulary"]
+__all__ = [
+    "Sink",
+    "check_context",
+    "check_pass",
+    "forward",
+    "hooked",
+    "in_memory",
+    "own_errors",
+    "stream",
+    "vocabulary",
+]
 
 
 @runtime_checkable
@@ -172,7 +182,8 @@ def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedMode
     return base if all(id(modules[site.name]) in inside for site in sites) else model
 
 
-def _in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManager[None]:
+def in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManager[None]:
+    """Have a batch that does not fit into memory be an error of one line."""
     rows, context = batch.ids.shape
     return memory_explained(
         f"a batch of {rows} contexts of {context} tokens on {model.device}",
@@ -194,7 +205,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
         )
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    with _in_memory(model, batch):
+    with in_memory(model, batch):
         ids = torch.from_numpy(batch.ids).to(model.device)
         if "decoder_input_ids" in accepted:
             options["decoder_input_ids"] = ids
@@ -216,7 +227,7 @@ def stream(
     local = [_renamed(site, prefix) for site in sites]
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
-            with torch.inference_mode(), _in_memory(model, batch):  # not around the yield, which is others' code
+            with torch.inference_mode(), in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
                 forward(runner, batch, known)

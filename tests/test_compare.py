@@ -316,3 +316,13 @@ def test_what_is_written_can_be_read(ids, tmp_path):
     for words in ("parameters", "5 LayerNorm", "5 RMSNorm", "top-1 agreement", "pre-attention", "final"):
         assert words in table
     assert max(map(len, table.splitlines())) <= 120
+
+
+def test_a_batch_that_does_not_fit_into_memory_says_so(tiny, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    model = tiny("gpt2")
+    monkeypatch.setattr(type(model), "forward", full)
+    with pytest.raises(ModelError, match=r"does not fit into memory; give a smaller --batch"):
+        compare({"a": model, "b": model}, np.random.default_rng(0).integers(3, 96, (4, 16)), rounds=0, null=0)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import evaluating
-from normgeo.stream import forward, own_errors, vocabulary
+from normgeo.stream import forward, in_memory, own_errors, vocabulary
 from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["Agreement", "agreements", "next_tokens"]
@@ -138,7 +138,7 @@ def _ratio(a: float, b: float) -> float:
 
 def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, Tensor]:
     """What a model gives for each token, and whether that is its logits or its last hidden states."""
-    with torch.inference_mode(), own_errors(model):
+    with torch.inference_mode(), own_errors(model), in_memory(model, batch):
         result = forward(model, batch, vocabulary(model))
     kind = next((k for k in ("logits", "last_hidden_state") if isinstance(getattr(result, k, None), Tensor)), None)
     if kind is None:
