@@ -219,6 +219,20 @@ def test_hidden_states_and_hooks_are_refused(converted):
     optimize(hooked)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("write", [
+    lambda model, ids: torch.export.export(model, (ids,), strict=False),
+    lambda model, ids: torch.export.export(model, (ids,), strict=True),
+    torch.jit.trace,
+], ids=["export", "strict", "trace"])  # fmt: skip
+def test_to_be_exported_or_traced_it_refuses(write, converted):
+    model, ids = optimize(converted("gpt2")), torch.tensor([[1, 2, 3]])
+    model.config.use_cache = False
+    with pytest.raises(Exception, match="trace the converted one"):
+        write(model, ids)
+    assert model(ids).logits.isfinite().all()
+
+
 def unchanged(model):
     return not any({"forward", "normgeo_stream"} & m.__dict__.keys() or m._forward_pre_hooks for m in model.modules())
 

@@ -32,6 +32,7 @@ from normgeo.sites import evaluating, find_sites
 
 __all__ = ["fused_norms", "optimize"]
 
+is_exporting, is_tracing = torch.compiler.is_exporting, torch.jit.is_tracing  # pyright: ignore
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
@@ -39,6 +40,7 @@ CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any outp
 GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 NO_STATES = "an optimized model has no hidden states to give: its stream is added to in place"
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
+NO_TRACE = "an optimized model cannot be exported or traced: compile, export or trace the converted one"
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
 
 
@@ -195,6 +197,8 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
             raise ConversionError(NO_GRAD)
+        if is_exporting() or is_tracing():
+            raise ConversionError(NO_TRACE)
         if (any(stream.hooks) or any(GLOBAL)) and (name := _hooked(stream.inside)) is not None:
             raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
         stream.reset(*args, *kwargs.values(), running=True)
@@ -259,7 +263,7 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
     to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
     parameters, state dict and `generate` are as before; it is for one thread. It is pickled as the model it was. To
-    compile a model, compile the converted one.
+    compile, export or trace a model, take the converted one.
 
     Args:
         model: a converted model, in evaluation mode; it is changed and given back.
