@@ -181,6 +181,7 @@ def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
 
     monkeypatch.setattr(where, full)
     monkeypatch.setattr("normgeo.angles.job.find_sites", lambda model, qk: sites)
+    monkeypatch.setattr("normgeo.angles.job.check_pass", lambda *_: None)
     status, _, err = normgeo("angles", name, "--data", "ids.npy")
     assert status == 1
     assert "smaller --batch (try 4)" in err
