@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "draw", "save"]
+__all__ = ["KINDS", "draw", "plain", "save"]
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -36,6 +36,11 @@ ROLE_LABELS = {
 
 def _styled() -> None:
     sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib draws it: between dollars it would read mathematics."""
+    return name.replace("$", r"\$")
 
 
 def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
@@ -78,7 +83,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
                 axes.set_xticks([here.layer.iloc[0]])
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle(f"{model}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
+    figure.suptitle(f"{plain(model)}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 
 
@@ -116,7 +121,7 @@ def _by_layer(
     panels = []
     for axes, model in zip(grid.flat, models, strict=False):
         part = frame[frame.model == model]
-        axes.set(title=model, xlabel="layer")
+        axes.set(title=plain(model), xlabel="layer")
         axes.set_yscale("log" if log else "linear")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels.append((axes, model, part))

@@ -187,7 +187,7 @@ def in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManag
     rows, context = batch.ids.shape
     return memory_explained(
         f"a batch of {rows} contexts of {context} tokens on {model.device}",
-        f"give a smaller --batch (try {max(1, rows // 2)}) or --context",
+        "give a smaller --context" if rows == 1 else f"give a smaller --batch (try {rows // 2}) or --context",
     )
 
 

@@ -230,6 +230,11 @@ def _text_of(line: str, where: str) -> str:
         raise DataError(f'{where}: expected an object with a "text", received {line[:60]!r}') from error
     if not isinstance(text, str):
         raise DataError(f'{where}: "text" should be a string, received {type(text).__name__}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
+        half = text[error.start]
+        raise DataError(f"{where}: {half!r} is half a character; leave it or the line out") from error
     return text
 
 

@@ -312,3 +312,9 @@ def test_a_verdict_counts_tokens_where_norms_on_heads_take_several_vectors_of_ea
         text = measured(model, ids, sites=sites).verdict()
         assert f"\n{ids.size} tokens." in text
         assert "| first position of a context | 7 |" in text
+
+
+def test_one_call_of_a_shared_norm_is_selected_by_its_key(tiny):
+    sites = find_sites(tiny("albert"))
+    key = next(s.key for s in sites if s.call == 1)
+    assert [s.key for s in select_sites(sites, key)] == [key]

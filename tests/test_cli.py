@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ from zoo import tiny
 from normgeo import find_sites, models
 
 
-def saved(name, **changes):
-    tiny(name, **changes).save_pretrained(name)
-    return name
+def saved(name, where=None, **changes):
+    tiny(name, **changes).save_pretrained(where or name)
+    return where or name
 
 
 def test_angles_of_a_local_model(normgeo, tmp_path):
@@ -25,6 +27,20 @@ def test_angles_of_a_local_model(normgeo, tmp_path):
     assert "layernorm" in out
     assert (tmp_path / "here/angles.parquet").exists()
     assert "Scenario 1" in (tmp_path / "here/verdict.md").read_text()
+
+
+def test_names_are_printed_and_drawn_as_they_are(normgeo):
+    name, data = "my[v2]$x_$:dog:", "d[/x].npy"
+    saved("gpt2", name)
+    saved("gpt2", name + "2")
+    Path(data).parent.mkdir()
+    shutil.copy("ids.npy", data)
+    for words in (("angles", name), ("compare", name, name + "2", "--rounds", 0)):
+        status, out, err = normgeo(*words, "--data", data, "--null", 4, "--out", f"{words[0]}[/tmp]")
+        assert (status, err.count("Traceback")) == (0, 0)
+        assert out.count(name)
+        assert data in out
+        assert f"{words[0]}[/tmp]: " in out
 
 
 def test_models_lists_table_1_and_the_pair(normgeo):
@@ -181,6 +197,7 @@ def test_out_of_memory_suggests_a_smaller_batch(normgeo, monkeypatch, where):
 
     monkeypatch.setattr(where, full)
     monkeypatch.setattr("normgeo.angles.job.find_sites", lambda model, qk: sites)
+    monkeypatch.setattr("normgeo.angles.job.check_pass", lambda *_: None)
     status, _, err = normgeo("angles", name, "--data", "ids.npy")
     assert status == 1
     assert "smaller --batch (try 4)" in err

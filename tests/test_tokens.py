@@ -273,6 +273,12 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, tokenizer, line):
     refused(path, tokenizer, r'data\.jsonl, line 2: .*"text"')
 
 
+def test_half_a_character_is_named_with_its_line(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "hello \\ud800 world"}\n')
+    refused(path, tokenizer, r"data\.jsonl, line 2: '.ud800' is half a character")
+
+
 LATIN = {".jsonl": b'{"text": "good"}\n{"text": "caf\xe9 au lait"}\n', ".txt": b"caf\xe9 au lait"}
 
 

@@ -211,7 +211,7 @@ def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[
 
 
 def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
-    """The sites whose dotted name matches one of these patterns (`*ln_1`, `model.layers.1?.*`) or whose role is it.
+    """The sites whose role, dotted name or key matches one of these patterns (`mlp`, `*ln_1`, `model.layers.1?.*`).
 
     Raises:
         DataError: no site matches one of the patterns.
@@ -219,7 +219,8 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
     if pattern is None:
         return list(sites)
     wanted = [p.strip() for p in pattern.split(",")]
-    matching = {p: [s for s in sites if s.role == p or fnmatch.fnmatch(s.name, p)] for p in wanted}
+    names = {site: (site.role, site.name, site.key) for site in sites}
+    matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
     if absent := [p for p, found in matching.items() if not found]:
         raise DataError(
             f"no site matches {absent[0]!r}; roles are {sorted({s.role for s in sites})}, names are like "

@@ -9,7 +9,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from normgeo.cli.app import app, console, quiet
+from normgeo.cli.app import app, console, quiet, warn
 from normgeo.cli.options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError
 
@@ -123,11 +123,11 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
 
     excluded = frame[frame.direction == "uniform"].n_excluded.max()
     if excluded:
-        console.print(f"[yellow]warning[/]: up to {excluded:,} vectors at a site were zero or not finite; left out")
+        warn(f"up to {excluded:,} vectors at a site were zero or not finite; left out")
     centered = already_centered(frame)
     for name, part in centered.groupby("model"):
-        console.print(
-            f"[yellow]warning[/]: {name} is already centered: at {len(part)} sites the inputs have no component along "
+        warn(
+            f"{name} is already centered: at {len(part)} sites the inputs have no component along "
             "the uniform vector beyond rounding, so its angles of 90° were made, not found"
         )
     table = Table("model", "role", "norm", "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)

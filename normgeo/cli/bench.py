@@ -83,7 +83,7 @@ def bench_inference(
             lengths=lengths, phases=("forward", *["decode"] * decode),
             modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
             seed=seed,
-            announce=lambda line: console.print(line, highlight=False, markup=False),
+            announce=lambda line: console.print(line, highlight=False),
         )  # fmt: skip
         frames.append(raw)
         _inference(inference_bench.summary(raw))
@@ -167,7 +167,7 @@ def bench_store(
     frame = bench_store(
         model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
     )
-    console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False, markup=False)
+    console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False)
     write_table(frame, out)
 
 

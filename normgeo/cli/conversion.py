@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet
+from normgeo.cli.app import app, console, quiet, warn
 from normgeo.cli.options import Knowing, refuse_beside
 
 
@@ -62,8 +62,8 @@ def convert(
         )
     console.print(conversion.certificate.table())
     if unreached := conversion.certificate.unreached:
-        console.print(
-            f"[yellow]warning[/]: no input reached {listed(unreached)}; for inputs that do, nothing is certified: "
+        warn(
+            f"no input reached {listed(unreached)}; for inputs that do, nothing is certified: "
             "convert(model, inputs=...) in Python takes them"
         )
     code = ", trust_remote_code=True" if how == "remote" else ""
@@ -102,5 +102,5 @@ def compare(
         a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device, dtype=dtype,
         null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code, announce=console.print,
     )  # fmt: skip
-    console.print(result.table(console.width), highlight=False, markup=False)
+    console.print(result.table(console.width), highlight=False)
     console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

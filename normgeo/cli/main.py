@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from normgeo.cli import angles, bench, conversion, store, train  # noqa: F401  (they register themselves)
 from normgeo.cli.app import app
@@ -24,5 +24,5 @@ def main() -> None:
         if debug:
             raise
         line = str(error) if isinstance(error, NormGeoError) else f"{error}; --debug shows where"
-        Console(stderr=True).print(f"[red]error[/]: {escape(line)}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
         sys.exit(1)

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import ROLE_LABELS, STYLE, WIDTH
+from normgeo.figures import ROLE_LABELS, STYLE, WIDTH, plain
 
 __all__ = ["plot", "table"]
 
@@ -143,7 +143,7 @@ def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -
         x = np.full(len(rows), shift) if single else rows.layer + shift
         axes.errorbar(
             x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=COLORS[k % len(COLORS)],
-            markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=model, zorder=3,
+            markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=plain(model), zorder=3,
         )  # fmt: skip
     if single:
         axes.set_xticks([])
