@@ -324,5 +324,5 @@ def test_a_batch_that_does_not_fit_into_memory_says_so(tiny, monkeypatch):
 
     model = tiny("gpt2")
     monkeypatch.setattr(type(model), "forward", full)
-    with pytest.raises(ModelError, match=r"does not fit into memory; give a smaller --batch"):
+    with pytest.raises(ModelError, match=r"does not fit into memory; give a smaller"):
         compare({"a": model, "b": model}, np.random.default_rng(0).integers(3, 96, (4, 16)), rounds=0, null=0)
