@@ -66,7 +66,12 @@ class AngleTable:
         for name in ("angles.parquet", "sinks.parquet"):
             if not (folder / name).is_file():
                 raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
-        return cls(pd.read_parquet(folder / "angles.parquet"), pd.read_parquet(folder / "sinks.parquet"))
+        frame, sinks = (pd.read_parquet(folder / f"{name}.parquet") for name in ("angles", "sinks"))
+        for part in (frame, sinks):  # of before they said so
+            for column, usual in (("heads", 1), ("dtype", "float32")):
+                if column not in part:
+                    part[column] = usual
+        return cls(frame, sinks)
 
     @classmethod
     def concatenated(cls, tables: Sequence[AngleTable]) -> AngleTable:
