@@ -94,9 +94,30 @@ inline typename Of<N>::Floats fused(typename Of<N>::Floats a, typename Of<N>::Fl
     return a * b + c;
 }
 
+// The sum of all numbers: the upper half is added to the lower one, again and again.
+template <int N>
+inline float summed(typename Of<N>::Floats v) {
+    float sums[N];
+    std::memcpy(sums, &v, sizeof v);
+    for (int half = N / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
+
 // GCC 12 takes the general forms to pieces.
 
 #ifdef __AVX2__
+
+inline float summed(__m128 v) {
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps(v, v, 1)));
+}
+
+inline float summed(__m256 v) { return summed(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1))); }
+
+template <>
+inline float summed<8>(Of<8>::Floats v) { return summed(reinterpret_cast<__m256>(v)); }
+
 #ifdef __FMA__
 
 template <>
@@ -151,6 +172,13 @@ inline void narrow<8>(Of<8>::Floats v, Float16* out) {
 #endif
 #endif
 #ifdef __AVX512F__
+
+template <>
+inline float summed<16>(Of<16>::Floats v) {
+    const __m512 whole = reinterpret_cast<__m512>(v);
+    const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1));
+    return summed(_mm256_add_ps(_mm512_castps512_ps256(whole), upper));
+}
 
 template <>
 inline Of<16>::Floats fused<16>(Of<16>::Floats a, Of<16>::Floats b, Of<16>::Floats c) {

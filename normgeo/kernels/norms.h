@@ -75,14 +75,7 @@ inline void put(const Pack<K>& v, T* out, int64_t n) {
     std::memcpy(out, some, n * sizeof(T));
 }
 
-inline float total(const Floats* parts) {
-    const Floats v = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    float sums[N];
-    std::memcpy(sums, &v, sizeof v);
-    for (int half = N / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-    return sums[0];
-}
+inline float total(const Floats* parts) { return summed<N>((parts[0] + parts[1]) + (parts[2] + parts[3])); }
 
 template <int K, class F>
 inline void along(int64_t d, const F& body) {  // body(place, numbers there, part of the sum)
