@@ -38,7 +38,8 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
     """What a module does to random vectors of this shape, or None when it is no norm.
 
     With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
-    vectors and must then predict f on others, whose lengths and means differ widely.
+    vectors and must then predict f on others, whose lengths and means differ widely. A norm remains one with a gain
+    that is zero or not finite: those numbers are ones while it is probed.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -53,6 +54,10 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
 
     fits = [probe(1e3) for _ in range(4)]
     try:
+        for parameter in module.parameters():
+            parameter[~torch.isfinite(parameter)] = 1.0
+            if not parameter.any():
+                parameter.fill_(1.0)
         odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
         beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
         fresh = probe(1e3)

@@ -33,7 +33,7 @@ Role = Literal[
 
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
-MIXER = re.compile(r"mamba|mixer|ssm|recurrent|time_mix", re.IGNORECASE)
+MIXER = re.compile(r"mamba|mixer|ssm|lstm|recurrent|temporal|time_mix|^conv\.", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,6 @@ def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n
         role, stack, layer = _place(call, norms, trace)
         if not call.name.startswith(outside):
             role = "head"
-        shared = sum(c.name == call.name for c in norms) > 1
         d = call.inputs[0].shape[-1]
         vectors = call.inputs[0].numel() // d
         several = role in ("qk", "inner") or call.inputs[0].ndim > 3  # vectors a token
@@ -236,7 +235,7 @@ def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n
         heads = vectors // n_tokens if per_head and n_tokens else 1
         sites.append(
             NormSite(
-                call.name, behaviour.kind, role, index if shared else layer, stack, d, behaviour.eps, behaviour.gain,
+                call.name, behaviour.kind, role, _layer_at(call, stack, layer, trace), stack, d, behaviour.eps, behaviour.gain,
                 behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
                 str(call.inputs[0].dtype).removeprefix("torch."),
             )
@@ -255,6 +254,17 @@ def _layer_of(name: str, trace: _Trace) -> tuple[str, int] | None:
         if part.isdigit() and ".".join(parts[:i]) in trace.lists:
             return ".".join(parts[:i]), int(part)
     return None
+
+
+def _layer_at(call: _Call, stack: str, named: int, trace: _Trace) -> int:
+    """The layer that runs while a norm is called: not the one it is named by where layers share their modules."""
+    layers = [c for c in trace.calls if stack and c.name.rpartition(".")[0] == stack ]
+    at = next((i for i, c in enumerate(layers) if c.began <= call.began <= c.ended), None)
+    if at is None:
+        return named
+    if len({c.name for c in layers}) < len(layers):  # a layer is run again and again: as the one it is then
+        return at
+    return int(layers[at].name.rpartition(".")[2])
 
 
 def _branch(call: _Call, prefix: str) -> str:

@@ -167,10 +167,10 @@ def check_pass(model: PreTrainedModel, sites: Sequence[NormSite], context: int) 
         list(stream(model, sites, [TokenBatch(ids, ids, 0)], [seen]))
     for index, site in enumerate(sites):
         vectors = seen.vectors.get(index, 0)
-        if not vectors or vectors % context:
+        if vectors != context * site.heads:
             raise ModelError(
                 f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {context} token ids alone, "
-                "not one or more for each; leave it out: --sites takes roles and name patterns of others"
+                f"not {site.heads} for each; leave it out: --sites takes roles and name patterns of others"
             )
 
 

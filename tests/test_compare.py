@@ -181,6 +181,20 @@ def test_one_score_a_context_is_one_position(ids):
     assert result.frame.tokens.tolist() == [ids.size] * 2
 
 
+def test_one_score_a_token_is_no_distribution(ids):
+    """ELECTRA's discriminator gives [contexts, time] scores: one of each token, and nothing that sums to one."""
+    config = transformers.ElectraConfig(vocab_size=96, embedding_size=16, hidden_size=32, num_hidden_layers=2,
+                                        num_attention_heads=4, intermediate_size=64)  # fmt: skip
+    a, b = (transformers.ElectraForPreTraining(config).eval() for _ in range(2))
+    result = compare({"a": a, "b": b}, ids, **QUICK)
+    with torch.no_grad():
+        x, y = (m(input_ids=torch.tensor(ids)).logits.double() for m in (a, b))
+    assert result.frame.error_max[1] == pytest.approx((x - y).abs().max().item(), rel=1e-4)
+    assert result.frame.error_rms_rel[1] == pytest.approx(((x - y).norm() / x.norm()).item(), rel=1e-4)
+    assert result.frame[["kl_mean", "kl_max", "top1", "perplexity"]].isna().all(axis=None)
+    assert "KL" not in result.table()
+
+
 def test_half_precision_logits_are_compared_in_float64(ids):
     a, b = (m.to(torch.bfloat16) for m in (sharpened("gpt2"), sabotaged(sharpened("gpt2"))))
     frame = compare({"a": a, "b": b}, ids, batch=1, **QUICK).frame
@@ -206,7 +220,7 @@ def test_what_cannot_be_compared_is_said(ids):
         ({"a": a, "b": zoo.tiny("llama", vocab_size=100)}, DataError, "96 wide and those of b 100: their vocab"),
         ({"a": a, "b": a.transformer}, DataError, "a gives logits and b gives last_hidden_state"),
         ({"a": a.transformer, "b": zoo.tiny("gpt2", n_embd=64).transformer}, DataError, "different widths"),
-        ({"a": a, "broken": broken}, ModelError, "the logits of broken are NaN or infinite at"),
+        ({"a": a, "broken": broken}, ModelError, f"broken are NaN or infinite at {ids.size} of {ids.size}"),
         ({"a": a, "b": zoo.tiny("vit")}, ModelError, "not token ids"),
         ({"a": a}, NormGeoError, "two models"),
     ):

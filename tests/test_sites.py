@@ -6,7 +6,14 @@ import pytest
 import torch
 import zoo
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+)
 
 from normgeo.errors import ModelError
 from normgeo.models import example_inputs
@@ -262,3 +269,57 @@ def test_inputs_can_be_given(tiny):
     assert find_sites(model, example_inputs(model, seed=3)) == find_sites(model)
     with pytest.raises(ModelError, match="pass inputs="):
         find_sites(model, {"pixel_values": torch.zeros(1, 3, 5, 5)})
+
+
+# --- which layer ---------------------------------------------------------------------------------------------------
+
+
+def test_a_norm_called_twice_in_a_layer_is_of_that_layer():
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, **ids,
+    )  # fmt: skip
+    found = [s for s in find_sites(Llama4ForCausalLM(config), qk=True) if s.role == "qk"]
+    assert [(s.call, s.layer, s.heads) for s in found if s.layer] == [(0, 1, 4), (1, 1, 2), (0, 2, 4), (1, 2, 2)]
+
+
+def test_a_norm_that_two_layers_share_is_of_the_layer_that_calls_it():
+    model = zoo.tiny("llama", num_hidden_layers=3)
+    model.model.layers[2].input_layernorm = model.model.layers[0].input_layernorm
+    found = [s for s in find_sites(model) if s.name == "model.layers.0.input_layernorm"]
+    assert [(s.call, s.layer) for s in found] == [(0, 0), (1, 2)]
+
+
+def test_layers_in_groups_are_counted_as_they_run():
+    model = zoo.tiny("albert", num_hidden_layers=4, num_hidden_groups=2)
+    assert [s.layer for s in find_sites(model) if s.role == "post_mlp"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "roles"),
+    [
+        (RecurrentGemmaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, lru_width=32,
+                              num_attention_heads=4, num_key_value_heads=1), {"mixer", "mlp", "final"}),
+        (Lfm2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0, bos_token_id=1,
+                    eos_token_id=2), {"mixer", "attention", "mlp", "final"}),
+    ],
+)  # fmt: skip
+def test_branches_that_mix_tokens_without_attention(config, roles):
+    assert {s.role for s in find_sites(AutoModelForCausalLM.from_config(config))} == roles
+
+
+# --- broken gains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(("name", "norm"), [("gpt2", "transformer.h.1.ln_2"), ("gemma", "model.layers.1.input_layernorm")])
+def test_a_norm_stays_one_with_a_gain_that_is_zero_or_not_finite(name, norm, value):
+    model = zoo.tiny(name)
+    whole = find_sites(model)
+    for parameter in model.get_submodule(norm).parameters():
+        nn.init.constant_(parameter, value)
+    assert find_sites(model) == whole
+    for parameter in model.get_submodule(norm).parameters():
+        torch.testing.assert_close(parameter, torch.full_like(parameter, value), equal_nan=True, rtol=0, atol=0)

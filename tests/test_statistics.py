@@ -219,11 +219,18 @@ def test_constant_vectors_are_standardized_to_nothing_but_have_an_angle_before()
     assert set(frame.n_excluded) == {0}
 
 
-def test_a_number_of_vectors_that_is_no_multiple_of_the_tokens_is_refused():
-    statistics = AngleStatistics([site(4)], {4: Directions.seeded(4, 2)})
+@pytest.mark.parametrize(("heads", "vectors"), [(1, 7), (1, 12), (2, 6), (2, 24)])
+def test_another_number_of_vectors_than_the_tokens_have_is_refused(heads, vectors):
+    """Twice as many too: of a context that the model pads, say."""
+    statistics = AngleStatistics([site(4, heads=heads)], {4: Directions.seeded(4, 2)})
     statistics.begin(TokenBatch(np.ones((2, 3), int), np.zeros((2, 3), int), 0))
-    with pytest.raises(ModelError, match="saw 7 vectors for 6 tokens"):
-        statistics.take(0, "pre", noise(7, 4))
+    with pytest.raises(ModelError, match=f"saw {vectors} vectors for 6 tokens, not {heads} for each"):
+        statistics.take(0, "pre", noise(vectors, 4))
+
+
+def test_one_angle_has_no_spread():
+    frame = AngleTable.from_statistics(fed(noise(1, 7).repeat(5, 1), k=0), "m").frame
+    assert set(frame.std_deg) == {0.0}
 
 
 def test_no_null_ensemble_is_an_option():

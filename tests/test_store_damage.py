@@ -191,6 +191,14 @@ def test_a_later_library_may_know_more_options():
         check_same({"config": {"a": 1, "b": {"c": 5}}}, now, "here", ("config",))
 
 
+def test_a_later_version_may_say_more_of_a_site():
+    then, now = [{"name": "a"}, {"name": "b"}], [{"name": "a", "dtype": "float16"}, {"name": "b", "dtype": "float32"}]
+    check_same({"sites": then}, {"sites": now}, "here", ("sites",))
+    for others in (now[:1], [now[0], now[0]]):
+        with pytest.raises(RunError, match="another sites"):
+            check_same({"sites": then}, {"sites": others}, "here", ("sites",))
+
+
 def test_other_tokens_are_refused_on_resume(home, copy):
     found = HiddenStateStore(copy)
     others = load_tokens(np.load(home / "ids.npy") + 1)

@@ -126,11 +126,13 @@ def _moments(state: dict[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         mean, square = (gather(state[name]) / UNIT / count for name in ("deviation", "square"))
+        least, most = gather(state["least"], np.min), gather(state["most"], np.max)
+        variance = np.where(least == most, 0.0, square - mean * mean)  # of one angle it would be rounding
         return {
             "mean_deg": 90 - mean,
-            "std_deg": np.sqrt(np.maximum(0.0, square - mean * mean)),
-            "min_deg": 90 - gather(state["most"], np.max) / UNIT,
-            "max_deg": 90 - gather(state["least"], np.min) / UNIT,
+            "std_deg": np.sqrt(np.maximum(0.0, variance)),
+            "min_deg": 90 - most / UNIT,
+            "max_deg": 90 - least / UNIT,
             "n_tokens": count.astype(np.int64),
             "n_excluded": excluded.astype(np.int64),
             "mean_norm": norm / UNIT / count,

@@ -132,10 +132,10 @@ class AngleStatistics:
     def take(self, site: int, phase: Literal["pre", "post"], hidden: Float[Tensor, "vectors d"]) -> None:
         """Project the vectors onto the directions; the rest waits until the batch ends."""
         (vectors, d), device, kind = hidden.shape, hidden.device, self.sites[site].kind
-        if vectors % self._n_tokens:
+        if vectors != self._n_tokens * self.sites[site].heads:
             raise ModelError(
-                f"{self.sites[site].key} saw {vectors} vectors for {self._n_tokens} tokens, not one or more for each; "
-                "leave it out: --sites takes roles and name patterns of others"
+                f"{self.sites[site].key} saw {vectors} vectors for {self._n_tokens} tokens, not "
+                f"{self.sites[site].heads} for each; leave it out: --sites takes roles and name patterns of others"
             )
         centered = phase == "pre" and kind == "layernorm"
         key = (phase, kind, d, vectors, device)

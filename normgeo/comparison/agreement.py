@@ -85,7 +85,8 @@ class Agreement:
             reference: the reference's outputs.
             other: the model's.
             following: the next token at each position, -1 where there is none; None where none is predicted.
-            logits: whether the outputs are logits; of hidden states there is no KL, no token preferred, no loss.
+            logits: whether the outputs are logits of several classes; of hidden states, and of a single score, there is
+                no KL, no token preferred, no loss.
         """
         step = max(1, (AT_ONCE if reference.device.type in ("cpu", "mps") else ON_A_DEVICE) // reference.shape[-1])
         for start in range(0, len(reference), step):
@@ -144,7 +145,8 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
     if kind is None:
         raise ModelError(f"{name} ({type(model).__name__}) gives neither logits nor hidden states to compare")
     value = getattr(result, kind)
-    value = value[:, None] if value.ndim == 2 else value  # one score a context: as if it were one position
+    if value.ndim == 2:  # scores of tokens, one each, or of whole contexts: as if each were one position
+        value = value[..., None] if value.shape == batch.ids.shape else value[:, None]
     if not torch.isfinite(value).all():
         bad = int((~torch.isfinite(value)).any(-1).sum())
         raise ModelError(
@@ -204,28 +206,29 @@ def agreements(
         ModelError: a model without outputs to compare, or with outputs that are not finite.
     """
     sums = {name: Agreement() for name in models}
-    reference, predicts, kind, seen = next(iter(models)), {}, "logits", 0
+    reference, predicts, kind, classes, seen = next(iter(models)), {}, "logits", False, 0
     with ExitStack() as modes:
         for model in models.values():
             modes.enter_context(evaluating(model))
         for chunk in source.batches(n_tokens, batch):
-            predicts = predicts or {name: _predicts(name, model, chunk) for name, model in models.items()}
             following = next_tokens(torch.from_numpy(chunk.ids)).flatten()
             first = _output(reference, models[reference], chunk)
             kind, truth = first[0], first[1].flatten(0, 1)
+            classes = kind == "logits" and truth.shape[-1] > 1
             for name, model in models.items():
                 value = truth
                 if name != reference:
                     other = _output(name, model, chunk)
                     _check_alike(reference, first, name, other)
                     value = other[1].flatten(0, 1)
-                targets = following if predicts[name] else None
-                sums[name].add(truth, value, targets, logits=kind == "logits")
+                if name not in predicts:
+                    predicts[name] = _predicts(name, model, chunk)
+                sums[name].add(truth, value, following if predicts[name] else None, logits=classes)
             seen += chunk.n_tokens
             advance(chunk.n_tokens)
     if not seen:
         raise DataError(f"{source.source} holds no tokens")
     return {
-        name: {"output": kind, "tokens": seen, "predictions": s.predictions, **s.metrics(logits=kind == "logits")}
+        name: {"output": kind, "tokens": seen, "predictions": s.predictions, **s.metrics(logits=classes)}
         for name, s in sums.items()
     }
