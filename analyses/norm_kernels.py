@@ -26,7 +26,7 @@ TOP = 1.6  # of the axes; what is beyond is written on its bar
 
 
 def compute(run: Path | None = None) -> pd.DataFrame:
-    """Medians and quartiles by shape, dtype and norm, as `norm_bench.norm_summary` gives them.
+    """Medians and quartiles by shape, dtype and norm, as `bench.norms.norm_summary` gives them.
 
     Args:
         run: what `normgeo bench norms --out` wrote; None is the kept one.

@@ -7,6 +7,7 @@ decide. Where it sits is read off one forward pass on a few tokens: which layer 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections import defaultdict
@@ -194,9 +195,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     trace = _Trace()
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
         with torch.no_grad(), evaluating(model), _hooked(model, trace), default_dtype(model.dtype):
-            model(**inputs)
+            model(**options | inputs)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
@@ -235,8 +237,8 @@ def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n
         heads = vectors // n_tokens if per_head and n_tokens else 1
         sites.append(
             NormSite(
-                call.name, behaviour.kind, role, _layer_at(call, stack, layer, trace), stack, d, behaviour.eps, behaviour.gain,
-                behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
+                call.name, behaviour.kind, role, _layer_at(call, stack, layer, trace), stack, d, behaviour.eps,
+                behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
                 str(call.inputs[0].dtype).removeprefix("torch."),
             )
         )  # fmt: skip
@@ -258,7 +260,7 @@ def _layer_of(name: str, trace: _Trace) -> tuple[str, int] | None:
 
 def _layer_at(call: _Call, stack: str, named: int, trace: _Trace) -> int:
     """The layer that runs while a norm is called: not the one it is named by where layers share their modules."""
-    layers = [c for c in trace.calls if stack and c.name.rpartition(".")[0] == stack ]
+    layers = [c for c in trace.calls if stack and c.name.rpartition(".")[0] == stack]
     at = next((i for i, c in enumerate(layers) if c.began <= call.began <= c.ended), None)
     if at is None:
         return named

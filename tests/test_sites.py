@@ -15,6 +15,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from normgeo import architectures
 from normgeo.errors import ModelError
 from normgeo.models import example_inputs
 from normgeo.sites import find_sites
@@ -310,11 +311,20 @@ def test_branches_that_mix_tokens_without_attention(config, roles):
     assert {s.role for s in find_sites(AutoModelForCausalLM.from_config(config))} == roles
 
 
+@pytest.mark.parametrize("name", ["bamba", "jamba", "recurrent_gemma", "xlstm"])
+def test_models_whose_caches_know_no_length_are_run_without_one(name):
+    """A cache of layers without attention cannot say how long it is."""
+    sites = find_sites(architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name)))
+    assert [s.layer for s in sites if s.role == "mixer"] == [0, 1]
+
+
 # --- broken gains --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
-@pytest.mark.parametrize(("name", "norm"), [("gpt2", "transformer.h.1.ln_2"), ("gemma", "model.layers.1.input_layernorm")])
+@pytest.mark.parametrize(
+    ("name", "norm"), [("gpt2", "transformer.h.1.ln_2"), ("gemma", "model.layers.1.input_layernorm")]
+)
 def test_a_norm_stays_one_with_a_gain_that_is_zero_or_not_finite(name, norm, value):
     model = zoo.tiny(name)
     whole = find_sites(model)
