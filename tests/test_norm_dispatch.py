@@ -1,0 +1,199 @@
+"""The compiled norms are used only where they may be, by either way that leads to them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_norm_ops import ROUNDING, drawn
+from test_norms import random_norm
+
+from normgeo.kernels import norm_ops
+from normgeo.norms import RMSNorm
+
+pytestmark = pytest.mark.skipif(not norm_ops.loaded().compiled, reason="needs a compiler")
+
+
+def test_they_leave_float64_autograd_and_transforms_to_torch():
+    norm = random_norm(RMSNorm, 8)
+    x = drawn((3, 8), torch.float32)
+    assert not norm_ops.takes(x)  # gradients may be wanted
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None
+    with torch.no_grad():
+        assert norm_ops.takes(x)
+        assert not norm_ops.takes(x.double())
+        assert not norm_ops.takes(x.to("meta"))
+        for_each = torch.func.vmap(lambda row: norm.plain(row))(x)
+        torch.testing.assert_close(torch.func.vmap(norm)(x), for_each)
+        mixed = norm_ops.norm(x.bfloat16(), norm.weight.half(), None, 1e-5, 0.0, "rmsnorm")
+        assert mixed is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("shape", [(2, 3, 77), (400, 1000)], ids=str)
+def test_both_ways_to_the_kernels_lead_to_the_same(dtype, affine, shape, monkeypatch):
+    x, residual, d = drawn(shape, dtype), drawn(shape, dtype, 1), shape[-1]
+    weight = drawn(d, dtype, 2) if affine in ("both", "weight") else None
+    bias = drawn(d, dtype, 3) if affine in ("both", "bias") else None
+
+    def both():
+        stream = residual.clone()
+        z = norm_ops.norm(x, weight, bias, 1e-5, 1.0, "rmsnorm")
+        return z, norm_ops.add_norm_(stream, x.clone(), weight, bias, 1e-5, 1.0, "crmsnorm", True), stream
+
+    found = both()
+    monkeypatch.setattr(norm_ops, "_loaded", norm_ops.by_operators(""))
+    assert all(map(torch.equal, found, both()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operators", [False, True])
+def test_both_ways_refuse_the_same(operators, monkeypatch):
+    if operators:
+        monkeypatch.setattr(norm_ops, "_loaded", norm_ops.by_operators(""))
+    x, wide = drawn((3, 8), torch.float32), drawn((3, 8), torch.float64)
+    for wrong in (wide, x.to(torch.int32), x.to("meta"), x.to_sparse(), torch._neg_view(x), torch.zeros(())):
+        assert norm_ops.norm(wrong, None, None, 1e-5, 0.0, "rmsnorm") is None
+    for stream, added in ((x, x[:2]), (x, x.view(8, 3)), (x, wide), (wide, x), (x.half(), x), (x.half(), x.bfloat16())):
+        assert norm_ops.add_norm_(stream, added, None, None, 1e-5, 0.0, "rmsnorm") is None
+    with torch.enable_grad():
+        assert norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm") is None
+        assert norm_ops.add_norm_(x, x.clone(), None, None, 1e-5, 0.0, "rmsnorm") is None
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert norm_ops.norm(dual, None, None, 1e-5, 0.0, "rmsnorm") is None
+    assert torch.equal(x, drawn((3, 8), torch.float32))
+
+
+@torch.no_grad()
+@pytest.mark.skipif("direct" not in Path(norm_ops.loaded().reason).name, reason="needs Python's headers")
+def test_calls_without_the_dispatcher_do_as_it_does():
+    """Wrong arguments are errors, writing in place is noted, inference tensors are kept and profilers see the call."""
+    ops, x = norm_ops.loaded(), drawn((3, 8), torch.float32)
+    for call in (lambda: ops.norm(x), lambda: ops.norm(x, None, None, "eps", 0.0, 1), lambda: ops.add_norm_(x, x)):
+        with pytest.raises(TypeError):
+            call()
+    assert ops.norm(None, None, None, 1e-5, 0.0, 1) is None
+    residual = x.clone()
+    versions = residual._version, x._version
+    norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert (residual._version, x._version) == (versions[0] + 1, versions[1])
+    norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm", over=True)
+    assert (residual._version, x._version) == (versions[0] + 2, versions[1] + 1)
+    with torch.inference_mode():
+        made = norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert made.is_inference()
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        norm_ops.add_norm_(made, x, None, None, 1e-5, 0.0, "rmsnorm")
+    versions = residual._version, residual.clone()
+    assert norm_ops.add_norm_(residual, made, None, None, 1e-5, 0.0, "rmsnorm", over=True) is None
+    assert residual._version == versions[0]
+    assert torch.equal(residual, versions[1])
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
+        norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert "normgeo::norm" in {event.name for event in profile.events()}
+
+
+@torch.no_grad()
+def test_on_cuda_streams_are_added_to_under_the_same_conditions(monkeypatch):
+    """Without gradients, with a note of what is written, and inference tensors kept; on tensors without memory."""
+    calls, drawn_there = [], lambda: torch.ones((3, 8), device="meta")
+    monkeypatch.setattr(norm_ops, "takes", lambda x: True)
+    monkeypatch.setattr(norm_ops, "on_cuda", lambda *_: SimpleNamespace(add_norm_=lambda *a: calls.append(a)))
+
+    def add(residual, x, over=False):
+        with norm_ops.launched_always():
+            return norm_ops.add_norm_(residual, x, None, None, 1e-5, 0.0, "rmsnorm", over)
+
+    residual, x = drawn_there(), drawn_there()
+    assert add(residual, x) is not None
+    assert (residual._version, x._version) == (1, 0)
+    assert add(residual, x, over=True) is x
+    assert (residual._version, x._version) == (2, 1)
+    with torch.inference_mode():
+        made = drawn_there()
+        assert add(made, x) is not None
+    calls.clear()
+    assert add(made, x) is add(residual, made, over=True) is None
+    with torch.enable_grad():
+        assert add(residual, x) is None
+    assert residual._version == 2
+    assert not calls
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes what is computed."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.__dict__.setdefault("names", []).append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_is_traced_or_watched_sees_every_operation():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    norm, x, other = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32), drawn((3, 8), torch.float32, 1)
+    for traced in (torch.jit.trace(norm, (x,)), make_fx(norm)(x)):
+        torch.testing.assert_close(traced(other), norm.plain(other))
+    with Seen() as seen:
+        norm(x)
+    assert "aten.rsqrt.default" in seen.names
+
+    class Elsewhere(torch.Tensor):
+        """A subclass, whose memory may be anywhere."""
+
+    assert norm_ops.norm(x.as_subclass(Elsewhere), norm.weight, norm.bias, 1e-5, 0.0, "rmsnorm") is None
+
+
+@torch.no_grad()
+def test_no_memory_is_read_but_the_parameters_own():
+    """What does not suit is left to torch, which says what is wrong or knows how to read it."""
+    x, weight = drawn((3, 8), torch.float32), torch.ones(8)
+    for wrong in (
+        torch.ones(7),
+        torch.ones(1),
+        weight.double(),
+        weight.bfloat16(),
+        torch.ones(16)[::2],
+        weight.to("meta"),
+    ):
+        for pair in ((wrong, None), (None, wrong), (weight, wrong), (wrong, weight)):
+            assert norm_ops.norm(x, *pair, 1e-5, 0.0, "rmsnorm") is None
+            assert norm_ops.add_norm_(x.clone(), x.clone(), *pair, 1e-5, 0.0, "rmsnorm") is None
+    norm = random_norm(RMSNorm, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):  # in place of the parameters of before
+        norm.to(dtype)
+        torch.testing.assert_close(norm(x.to(dtype)), norm.plain(x.to(dtype)))
+
+
+def test_forward_mode_derivatives_are_not_lost():
+    norm, x = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(norm, (x,), (torch.ones_like(x),))
+    _, expected = torch.func.jvp(norm.plain, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, expected)
+
+
+@torch.no_grad()
+def test_shapes_are_known_without_numbers():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.zeros(2, 3, 8))
+        assert torch.ops.normgeo.norm(x, None, None, 1e-5, 0.0, 1).shape == (2, 3, 8)
+        assert torch.ops.normgeo.add_norm_(x, x, x, None, None, 1e-5, 0.0, 1) is None
+
+
+@torch.no_grad()
+def test_wrong_arguments_are_refused_by_the_operator_itself():
+    x, norm = torch.zeros(2, 8), torch.ops.normgeo.norm
+    for given_x, weight in ((x.double(), None), (x, torch.ones(7)), (x, torch.ones(8).half()), (x.T, None)):
+        with pytest.raises(RuntimeError, match=r"norms take|gamma and beta"):
+            norm(given_x, weight, None, 1e-5, 0.0, 1)
+    for out in (torch.zeros(2, 7), x.T, x.bfloat16()):
+        with pytest.raises(RuntimeError, match="norms"):
+            torch.ops.normgeo.add_norm_(x, x.clone(), out, None, None, 1e-5, 0.0, 1)
