@@ -79,8 +79,8 @@ class _Norm(nn.Module):
         """How many numbers come out for each vector."""
         return self.d
 
-    def standardized(self, x: Tensor) -> Tensor:
-        """The standardized input [..., d], before scale-and-shift."""
+    def standardized(self, x: Tensor, free: bool = False) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -104,12 +104,14 @@ class _Norm(nn.Module):
         if not is_tracing() and x.shape[-1:] != (self.d,):
             raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        z, free = self.standardized(wide), not _traced()  # its memory, to write over
-        if self.weight is not None:
-            z = _with(z, self.weight.to(z.dtype) + self.offset if self.offset else self.weight, torch.mul, free)
-        if self.bias is not None:
-            z = _with(z, self.bias, torch.add, free)
+        wide, free = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, not _traced()
+        z, weight, bias = self.standardized(wide, free and wide is not x), self.weight, self.bias
+        if weight is not None and self.offset:
+            weight = weight.to(z.dtype) + self.offset
+        if weight is not None and bias is not None:
+            z = _onto(z, torch.addcmul, (bias, z, weight), free)
+        elif weight is not None or bias is not None:
+            z = _onto(z, torch.mul if bias is None else torch.add, (z, weight if bias is None else bias), free)
         return z.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -121,12 +123,12 @@ def _traced() -> bool:
     return is_grad_enabled() or is_compiling() or is_tracing()
 
 
-def _with(z: Tensor, gain: Tensor, do: Callable[..., Tensor], free: bool) -> Tensor:
-    """What `do` gives, written over z where that is possible: not where only the gain is of many models at once."""
+def _onto(z: Tensor, do: Callable[..., Tensor], given: tuple[Any, ...], free: bool) -> Tensor:
+    """What `do` gives, written over z where it is free and that is possible: not where others are of many models."""
     try:
-        return do(z, gain, out=z) if free else do(z, gain)
+        return do(*given, out=z) if free else do(*given)
     except RuntimeError:
-        return do(z, gain)
+        return do(*given)
 
 
 def _squared_norm(x: Tensor) -> Tensor:
@@ -139,8 +141,8 @@ def _squared_norm(x: Tensor) -> Tensor:
 class LayerNorm(_Norm):
     r"""y = (x - mu 1) / sqrt(|x|^2 / d - mu^2 + eps), mu = 1.x / d (*Pre-RMSNorm* eq. 1)."""
 
-    def standardized(self, x: Tensor) -> Tensor:
-        """The standardized input [..., d], before scale-and-shift."""
+    def standardized(self, x: Tensor, free: bool = False) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
         x = x - x.mean(-1, keepdim=True)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
@@ -170,9 +172,9 @@ class RMSNorm(_Norm):
         z = torch.rms_norm(x, (self.d,), weight, self.eps)
         return (z if bias is None else z + bias).to(x.dtype)  # under autocast torch's gives float32
 
-    def standardized(self, x: Tensor) -> Tensor:
-        """The standardized input [..., d], before scale-and-shift."""
-        return x * torch.rsqrt(_squared_norm(x) / x.shape[-1] + self.eps)
+    def standardized(self, x: Tensor, free: bool = False) -> Tensor:
+        """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
+        return _onto(x, torch.mul, (x, torch.rsqrt(_squared_norm(x) / x.shape[-1] + self.eps)), free)
 
 
 def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor | None:
@@ -215,10 +217,10 @@ class CRMSNorm(_Norm):
         """How many numbers come out for each vector."""
         return self.d + (self.expand and not self.padded)
 
-    def standardized(self, x: Tensor) -> Tensor:
+    def standardized(self, x: Tensor, free: bool = False) -> Tensor:
         """The standardized input, before scale-and-shift: [..., d], or [..., n + 1] where it is expanded."""
         square = _squared_norm(x) + x.sum(-1, keepdim=True).pow(2)
-        y = x * torch.rsqrt(square / (x.shape[-1] + int(not self.padded)) + self.eps)
+        y = _onto(x, torch.mul, (x, torch.rsqrt(square / (x.shape[-1] + int(not self.padded)) + self.eps)), free)
         if not self.expand:
             return y
         last = -y.sum(-1, keepdim=True)
