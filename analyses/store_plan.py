@@ -99,7 +99,7 @@ def bytes_and_files(
 ) -> tuple[int, int]:
     """What a tier takes: the statistics, those and the scalars of `normgeo angles`, or a store's chunks, as it says.
 
-    The statistics take 16 bytes for every bin of their histograms that has something in it, here for all of them. A
+    The statistics take 16 bytes for every bin of their histograms that has something in it, at most all of them. A
     store keeps those of every row of chunks beside its chunks; few of their bins have anything in them.
 
     Args:
@@ -112,7 +112,7 @@ def bytes_and_files(
     if not TIERS[tier]:
         directions = {d: Directions.seeded(d, NULL) for d in {site.d for site in sites}}
         statistics = AngleStatistics(sites, directions)
-        state = sum(t.nbytes for t in statistics.state_dict().values()) + 16 * statistics.state["histogram"].numel()
+        state = statistics.state_bytes(n_tokens)
         scalars = bytes_needed(sites, n_tokens, min(BLOCK, n_tokens)) if tier == "scalars" else 0
         arrays = 3 + 2 * len(sites)  # of tokens; of norm and angles, before and after
         return state + scalars, 1 + (arrays * -(-n_tokens // BLOCK) if scalars else 0)

@@ -1,4 +1,5 @@
 import itertools
+from random import Random
 
 import numpy as np
 import oracle
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normgeo.angles.measure import AngleTable
-from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics
+from normgeo.angles.statistics import CARRY, GROUPS, PHASES, AngleStatistics, settle
 from normgeo.errors import ModelError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
@@ -280,6 +281,64 @@ def splits(draw):
     cuts = sorted(draw(st.sets(st.integers(1, 59), max_size=5)))
     edges = [0, *cuts, 60]
     return draw(st.permutations(list(itertools.pairwise(edges))))
+
+
+@given(st.integers(-(2**52), 2**52), st.integers(-9, 9))
+def test_what_is_over_is_carried_in_one_way(low, carried):
+    pair = torch.tensor([float(low)], dtype=torch.float64), torch.tensor([float(carried)], dtype=torch.float64)
+    settle(*pair)
+    assert int(pair[0]) + int(CARRY) * int(pair[1]) == low + int(CARRY) * carried
+    assert -CARRY / 2 <= pair[0] < CARRY / 2
+
+
+def whole_numbers(saved):
+    """The sums that a state holds, as Python's whole numbers."""
+    out = {}
+    for name in saved:
+        if name.startswith(("histogram", "carried", "least", "most")):
+            continue
+        high = saved.get(f"carried_{name}", torch.zeros_like(saved[name]))
+        pairs = zip(saved[name].flatten().tolist(), high.flatten().tolist(), strict=True)
+        out[name] = [int(low) + int(CARRY) * int(over) for low, over in pairs]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_stay_exact_where_float64_does_not_hold_them(seed):
+    """Of terabytes of tokens: sums of up to 2^50 each, whose totals have more digits than float64."""
+    random, saved = Random(seed), []
+    for part in range(4):
+        state = fed(noise(9, 5, seed=part, mean=0.5), every=1).state_dict()
+        for name, value in state.items():
+            if name.endswith(("norm", "deviation", "square", "energy", "rotation")):
+                value.mul_(2.0**15).add_(random.randint(-50, 50))  # whole numbers of up to 2^49
+        saved.append(state)
+    expected = {name: [0] * len(numbers) for name, numbers in whole_numbers(saved[0]).items()}
+    for state in saved:
+        for name, numbers in whole_numbers(state).items():
+            expected[name] = [a + 40 * b for a, b in zip(expected[name], numbers, strict=True)]
+    results = []
+    for _ in range(2):
+        order = saved * 40
+        random.shuffle(order)
+        groups = []
+        while order:
+            group = fed(noise(9, 5), every=1)
+            group.clear()
+            for state in [order.pop() for _ in range(min(len(order), random.randint(1, 60)))]:
+                group.add_state_dict(state)
+            groups.append(group)
+        for other in groups[1:]:
+            groups[0].merge(other)
+        results.append(groups[0].state_dict())
+    equal(*results)
+    assert whole_numbers(results[0]) == expected
+    assert any(name.startswith("carried") for name in results[0])
+    totals = groups[0].totals()
+    for name, numbers in expected.items():
+        assert totals[name].flatten().tolist() == pytest.approx(numbers, rel=1e-15)
+    frame = AngleTable.from_statistics(groups[0], "m").frame
+    assert np.isfinite(frame.mean_deg).all()
 
 
 @settings(max_examples=8)

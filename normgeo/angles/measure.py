@@ -88,7 +88,7 @@ class AngleTable:
         Raises:
             ActivationError: a site has seen no vector with an angle.
         """
-        state = {name: value.cpu().numpy() for name, value in statistics.state.items()}
+        state = {name: value.numpy() for name, value in statistics.totals().items()}
         everything, groups = _moments(state, whole=True), _moments(state, whole=False)
         rows, sinks = [], []
         for i, site in enumerate(statistics.sites):

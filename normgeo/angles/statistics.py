@@ -7,8 +7,8 @@ For a null ensemble of random directions the mean angle, its spread and the ener
 Angles are computed in float64 from projections summed in float64, whatever the dtype of the hidden states, and so are
 as exact near a direction as far from it. Each is kept as float32 and as a whole number of 2^-20 degrees short of a
 right angle: sums of those in float64 are exact and addition is associative, so that the same batches give the same sums
-to the last bit, however they are spread and merged. And which tokens meet the null ensemble depends on the token's
-index alone.
+to the last bit, however they are spread and merged. So that this holds for billions of tokens too, what is over 2^50 is
+carried to a second number. And which tokens meet the null ensemble depends on the token's index alone.
 
 The standardized vector y needs no pass of its own: for LayerNorm y is parallel to x_perp = x - (x.û)û (*Geometry* eq.
 8-9), so that y.v = (x.v - (x.û)(û.v)) / |x_perp| up to scale; for RMSNorm it is parallel to x.
@@ -40,6 +40,7 @@ GROUPS = ("first", "bos", "rest")
 """Disjoint kinds of tokens: the first of a context, a BOS elsewhere, and all others."""
 
 BIN_DEGREES = 180 / BINS
+CARRY = 2.0**51
 
 
 @dataclass
@@ -53,6 +54,13 @@ class _Pool:
 def _degrees(cosines: Tensor) -> Tensor:
     """90 - theta as float32 and in whole 2^-20 degrees."""
     return torch.asin(cosines).mul_(DEGREES * UNIT).round_().mul_(1 / UNIT).float()
+
+
+def settle(low: Tensor, carried: Tensor) -> None:
+    """Write low + CARRY * carried, whole numbers all, in its only form with -CARRY / 2 <= low < CARRY / 2, in place."""
+    over = torch.floor(low / CARRY + 0.5)
+    low.sub_(over, alpha=CARRY)
+    carried.add_(over)
 
 
 def standardized_norm(
@@ -73,6 +81,8 @@ class AngleStatistics:
         null_every: the null ensemble meets one token in so many, chosen by a hash of the token's index.
 
     Attributes:
+        state: the sums, extremes and counts of angles by name.
+        carried: what was over in the sums, in multiples of CARRY.
         scalars: after a batch, for each site and phase the norms [vectors] and angles [3, vectors], in degrees short of
             a right angle; not for the standardized vectors of RMSNorm, whose angles are the input's.
     """
@@ -106,6 +116,8 @@ class AngleStatistics:
             **self.null.state,
             "histogram": torch.zeros((n, 3, 3, BINS), dtype=torch.int64, device=self.home),
         }
+        edges = ("least", "most", "histogram")
+        self.carried = {name: torch.zeros_like(value) for name, value in self.state.items() if name not in edges}
         self._units: dict[tuple[int, torch.device], Tensor] = {}
         self._gram = {d: (v.units @ v.units[0]).to(self.home) for d, v in directions.items()}
         self._pools: dict[tuple, _Pool] = {}
@@ -159,6 +171,7 @@ class AngleStatistics:
                 self._add(pool.sites, phase, pool.scalars[: len(pool.sites)].to(self.home).double())
         if self.k:
             self.null.end()
+        self._settle()
         # the scalars stay until the next batch begins, for whoever keeps them
 
     # --- the named directions ----------------------------------------------------------------------------------------
@@ -226,10 +239,21 @@ class AngleStatistics:
 
     # --- merging and resuming ----------------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        for name, carried in self.carried.items():
+            settle(self.state[name], carried)
+
+    def totals(self) -> dict[str, Tensor]:
+        """The state with what was carried, on the CPU."""
+        whole = {name: self.state[name] + CARRY * carried for name, carried in self.carried.items()}
+        return {name: value.cpu() for name, value in (self.state | whole).items()}
+
     def clear(self) -> None:
         """Forget everything accumulated so far."""
         for name, value in self.state.items():
             value.fill_({"least": torch.inf, "most": -torch.inf}.get(name, 0))
+        for carried in self.carried.values():
+            carried.zero_()
 
     def merge(self, other: AngleStatistics) -> None:
         """Add what another instance has seen of other tokens at the same sites."""
@@ -238,15 +262,18 @@ class AngleStatistics:
     def state_bytes(self, n_tokens: int) -> int:
         """Bytes of `state_dict` after so many tokens, at most: 16 for every bin that has something in it."""
         bins = sum(9 * min(BINS, n_tokens * site.heads) for site in self.sites)
-        return 16 * bins + sum(value.nbytes for name, value in self.state.items() if name != "histogram")
+        sums = sum(value.nbytes for name, value in self.state.items() if name != "histogram")
+        return 16 * bins + sums + sum(value.nbytes for value in self.carried.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything accumulated so far, on the CPU, the histogram as its non-empty bins."""
+        """All that was accumulated, on the CPU: of the histogram its non-empty bins; what was carried, if any was."""
         out = {
             name: value.cpu().clone(memory_format=torch.contiguous_format)
             for name, value in self.state.items()
             if name != "histogram"
         }
+        carried = {f"carried_{name}": value.cpu().clone() for name, value in self.carried.items()}
+        out |= {name: value for name, value in carried.items() if value.any()}
         flat = self.state["histogram"].view(-1)
         bins = flat.nonzero()[:, 0]  # few, found where they are
         out["histogram_bins"], out["histogram_counts"] = bins.cpu(), flat[bins].cpu()
@@ -265,6 +292,10 @@ class AngleStatistics:
                 mine.copy_(reduce(mine, saved[name].to(self.home)))
             else:
                 mine += saved[name].to(self.home)
+                over = self.carried[name][some] if name.startswith("null") else self.carried[name][:, some]
+                if (more := saved.get(f"carried_{name}")) is not None:
+                    over += more.to(self.home)
+                settle(mine, over)
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Continue from a `state_dict`."""
