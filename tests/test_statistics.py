@@ -148,6 +148,19 @@ def test_the_null_ensemble_equals_the_oracle(mean):
 # --- groups, heads, what is left out -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lower", ["high", "medium"])
+def test_the_null_ensemble_does_not_follow_the_precision_of_the_models_products(lower):
+    x = noise(4096, 576)
+    exact = fed(x, k=256).state_dict()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(lower)
+        equal(fed(x, k=256).state_dict(), exact)
+        assert torch.get_float32_matmul_precision() == lower
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_groups_are_disjoint_and_sum_to_all():
     ids = np.array([[1, 7, 1, 9], [8, 1, 1, 3], [1, 1, 6, 6]])
     x = noise(12, 16, mean=1.0)

@@ -10,7 +10,8 @@ Rows of bfloat16 from which no mean is taken are multiplied where they lie, by p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -169,7 +170,8 @@ class NullEnsemble:
         used = slots * n
         at_least = max(used, _fewest(device))
         chunk.rows[used:at_least] = 0
-        cosines = (chunk.rows[:at_least] @ null)[:used]
+        with _whole_float32():
+            cosines = (chunk.rows[:at_least] @ null)[:used]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
         self._add(chunk.sites, moments, [[1]] * slots if centered else [PHASES_OF[phase] for _, phase in chunk.sites])
         if centered:
@@ -196,6 +198,20 @@ class NullEnsemble:
             null, uniform = self.directions[d].null[: self.k], self.directions[d].units[0]
             self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (null.T, null @ uniform))  # pyright: ignore
         return self._on[d, device]
+
+
+@contextmanager
+def _whole_float32() -> Iterator[None]:
+    """While inside, products of float32 are of all its bits, whatever the user lets the model's be (TF32, bfloat16)."""
+    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def _fewest(device: torch.device) -> int:
