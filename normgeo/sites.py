@@ -93,6 +93,11 @@ class _Call:
         """Whether the other call reads this one's output, or a view of it."""
         return _storage(self.output) in {_storage(t) for t in other.inputs}
 
+    @property
+    def changes(self) -> bool:
+        """Whether it makes something else of what it is given, which dropout does not in evaluation."""
+        return not (self.leaf and isinstance(self.output, Tensor) and self.feeds(self))
+
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
@@ -100,10 +105,11 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass
 class _Trace:
-    """Everything that happened in one forward pass, in order."""
+    """Everything that happened in one forward pass, in order; which stacks are known to be Post-LN, or not to be."""
 
     calls: list[_Call] = field(default_factory=list)
     lists: set[str] = field(default_factory=set)
+    post: dict[str, bool] = field(default_factory=dict)
 
 
 def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
@@ -277,6 +283,27 @@ def _branch(call: _Call, prefix: str) -> str:
     return "mixer" if MIXER.search(name) else "mlp"
 
 
+def _part(call: _Call, prefix: str) -> tuple[str, str]:
+    """What a weight inside a layer is part of: the kind of branch, and the layer's module around it, if any is."""
+    module, _, inner = call.name[len(prefix) :].partition(".")
+    return _branch(call, prefix), module if inner else ""
+
+
+def _is_post_norm(stack: str, norms: list[_Call], trace: _Trace) -> bool:
+    """Whether all layers of a stack begin with a weight, not a norm. A first layer may: its norm is the embedding's."""
+    if stack not in trace.post:
+        first: dict[int, dict[bool, int]] = defaultdict(dict)
+        known = {id(norm) for norm in norms}
+        for call in trace.calls:
+            if (call.leaf and call.has_matrix) or id(call) in known:
+                place = _layer_of(call.name, trace)
+                if place is not None and place[0] == stack:
+                    first[place[1]].setdefault(id(call) in known, call.began)
+        both = [began for began in first.values() if len(began) == 2]
+        trace.post[stack] = bool(both) and all(began[False] < began[True] for began in both)
+    return trace.post[stack]
+
+
 def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, int]:
     """(role, stack, layer) of one call of a norm."""
     place = _layer_of(call.name, trace)
@@ -286,17 +313,13 @@ def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, in
     begin, end = _block(call, prefix, trace)
     inside = [c for c in trace.calls if begin <= c.began <= end and c.name.startswith(prefix)]
     weights = [c for c in inside if c.leaf and c.has_matrix]
-    before = [_branch(c, prefix) for c in weights if c.ended < call.began]
-    after = [_branch(c, prefix) for c in weights if c.began > call.ended]
-    readers = [c for c in inside if c.began > call.ended and call.feeds(c)]
-    if before and after and before[-1] == after[0]:
+    before, after = [c for c in weights if c.ended < call.began], [c for c in weights if c.began > call.ended]
+    readers = [c for c in inside if c.began > call.ended and call.feeds(c) and c.changes]
+    if before and after and _part(before[-1], prefix) == _part(after[0], prefix):
         return ("inner" if any(r.has_matrix for r in readers) else "qk"), *place
-    # the norm may be the element of the list itself
-    first_norm = min(n.began for n in norms if begin <= n.began <= end and f"{n.name}.".startswith(prefix))
-    post_ln = bool(weights) and weights[0].began < first_norm
-    if before and (post_ln or not readers):
-        return f"post_{before[-1]}", *place
-    kinds = {_branch(r, prefix) for r in readers if r not in norms} or set(after[:1])
+    if before and (_is_post_norm(place[0], norms, trace) or not readers):
+        return f"post_{_branch(before[-1], prefix)}", *place
+    kinds = {_branch(r, prefix) for r in readers if r not in norms} or {_branch(w, prefix) for w in after[:1]}
     if {"attention", "mlp"} <= kinds:
         return "parallel", *place
     order = ("cross_attention", "attention", "mixer", "mlp")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,7 +204,7 @@ class NullEnsemble:
 @contextmanager
 def _whole_float32() -> Iterator[None]:
     """While inside, products of float32 are of all its bits, whatever the user lets the model's be (TF32, bfloat16)."""
-    settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    settings: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyright: ignore
     before = [setting.fp32_precision for setting in settings]
     try:
         for setting in settings:
