@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from stores import CONTEXT, N, captured, content, unfinished
 
 from normgeo import HiddenStateStore, stream
@@ -216,6 +217,23 @@ def test_memory_for_what_waits_is_used_again_and_bounded():
     for n in range(1000, 9000, 500):
         buffers.give(buffers.take(n, pinned=False), pinned=False)
         assert sum(len(buffer) for kept in buffers._free.values() for buffer in kept) == buffers._kept <= 10_000
+
+
+def test_pinned_memory_counts_as_what_torch_takes_for_it(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    buffers, got = _Buffers(100_000), []
+    first = buffers.take(40_000, pinned=True)
+    assert buffers.out == 65_536
+    waiting = threading.Thread(target=lambda: got.append(buffers.take(40_000, pinned=True)))
+    waiting.start()
+    waiting.join(0.2)
+    assert not got
+    buffers.give(first, pinned=True)
+    waiting.join(10)
+    assert got[0].data_ptr() == first.data_ptr()
+    buffers.give(got[0], pinned=True)
+    assert (buffers.out, buffers._kept) == (0, 65_536)
 
 
 def test_a_row_is_committed_once_its_chunks_are_synced(home, tmp_path, monkeypatch):

@@ -112,13 +112,19 @@ class _Buffers:
         self._free, self._kept = defaultdict[tuple[int, bool], list[Tensor]](list), 0
         self._changed = threading.Condition()
 
+    @staticmethod
+    def _held(n: int, pinned: bool) -> int:
+        """Bytes that so many take: of pinned memory torch takes a power of two."""
+        return 1 << (n - 1).bit_length() if pinned and n else n
+
     def take(self, n: int, pinned: bool) -> Tensor:
         """So many bytes, which begin where a disk can write them."""
+        held = self._held(n, pinned)
         with self._changed:
-            self._changed.wait_for(lambda: not self.open or not self.out or self.out + n <= self.limit)
-            self.out += n
+            self._changed.wait_for(lambda: not self.open or not self.out or self.out + held <= self.limit)
+            self.out += held
             if found := self._free[n, pinned]:
-                self._kept -= n
+                self._kept -= held
                 return found.pop()
             if self.out + self._kept > self.limit:  # those of other sizes are in the way
                 self._free.clear()
@@ -130,9 +136,10 @@ class _Buffers:
     def give(self, buffer: Tensor, pinned: bool) -> None:
         """Have it back."""
         n = buffer.numel()  # a tensor's len() takes long
+        held = self._held(n, pinned)
         with self._changed:
-            self.out -= n
-            self._kept += n
+            self.out -= held
+            self._kept += held
             self._free[n, pinned].append(buffer)
             self._changed.notify_all()
 
