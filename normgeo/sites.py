@@ -141,10 +141,19 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     if not found:
         hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
         raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
-    base = model.base_model_prefix
-    outside = f"{base}." if base and hasattr(model, base) else ""
-    sites = _placed(found, trace, outside, n_tokens=_tokens(inputs))
+    sites = _placed(found, trace, _bases(model), n_tokens=_tokens(inputs))
     return [site for site in sites if qk or site.role != "qk"]
+
+
+def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """How names begin in a model and in its base, for every model within: what is in the first alone is its head."""
+    found = []
+    for name, module in model.named_modules():
+        base = module.base_model_prefix if isinstance(module, PreTrainedModel) else ""
+        if base and hasattr(module, base):
+            whole = f"{name}." if name else ""
+            found.append((whole, f"{whole}{base}."))
+    return found
 
 
 def _tokens(inputs: dict[str, Tensor]) -> int | None:
@@ -226,7 +235,9 @@ def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
     )
 
 
-def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n_tokens: int | None) -> list[NormSite]:
+def _placed(
+    found: list[tuple[_Call, Behaviour]], trace: _Trace, bases: list[tuple[str, str]], n_tokens: int | None
+) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
     norms = [call for call, _ in found]
     calls: dict[str, int] = defaultdict(int)
@@ -234,7 +245,8 @@ def _placed(found: list[tuple[_Call, Behaviour]], trace: _Trace, outside: str, n
     for call, behaviour in found:
         index, calls[call.name] = calls[call.name], calls[call.name] + 1
         role, stack, layer = _place(call, norms, trace)
-        if not call.name.startswith(outside):
+        heads = [whole for whole, base in bases if call.name.startswith(whole) and not call.name.startswith(base)]
+        if "" in heads or (heads and role == "final"):  # a model within may have other towers beside its base
             role = "head"
         d = call.inputs[0].shape[-1]
         vectors = call.inputs[0].numel() // d
