@@ -170,7 +170,8 @@ def check_pass(model: PreTrainedModel, sites: Sequence[NormSite], context: int) 
         if vectors != context * site.heads:
             raise ModelError(
                 f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {context} token ids alone, "
-                f"not {site.heads} for each; leave it out: --sites takes roles and name patterns of others"
+                f"not {site.heads} for each; leave it out (--sites takes roles and name patterns of others), or, where "
+                "the model pads, give --tokens in whole contexts of a length that it takes as they are"
             )
 
 

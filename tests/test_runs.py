@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,10 +16,10 @@ import torch
 import zarr
 from zoo import tiny
 
-from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.errors import ActivationError, DataError, RunError
+from normgeo.errors import ActivationError, DataError, ModelError, RunError
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
 
@@ -222,3 +223,16 @@ def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_pa
 def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):
     with pytest.raises(DataError, match="ends after 99,309 tokens"):
         start_run(RunConfig(**SMALL | {"tokens": 100_000, "context": 256}), tmp_path / "run", progress=False)
+
+
+def test_a_last_context_that_the_model_pads_is_refused_before_the_run(tmp_path, no_figures):
+    """Longformer pads to whole windows of 32 tokens: 70 tokens would end the run at its last 6."""
+    longformer = next(a for a in architectures.architectures() if a.model_type == "longformer")
+    architectures.tiny(longformer).save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 32)))
+    config = RunConfig((str(tmp_path / "model"),), str(tmp_path / "ids.npy"), tokens=70, batch=2, null=4)
+    with pytest.raises(ModelError, match="sees 32 vectors when LongformerForMaskedLM is given 6 token ids alone"):
+        start_run(config, tmp_path / "run", progress=False)
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    start_run(replace(config, tokens=64), tmp_path / "whole", progress=False)
+    assert set(AngleTable.load(tmp_path / "whole").frame.query("direction != 'null'").n_tokens) == {64}

@@ -147,7 +147,8 @@ def prepare(
     else:
         tokens, n_tokens = _counted(tokens, config.tokens, first)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
-    check_pass(model, sites, tokens.context)
+    for length in {min(tokens.context, n_tokens), n_tokens % tokens.context} - {0}:  # the last context may be shorter
+        check_pass(model, sites, length)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
     about = {
