@@ -49,6 +49,25 @@ def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
     assert worst(conversion, model, inputs) <= conversion.certificate.tolerance
 
 
+def test_a_norm_that_no_output_depends_on_stays_and_counts_as_beside_the_model():
+    """SigLIP's pooling head runs and is not read when images are classified; compressed, its width would not fit."""
+    config = hf.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14
+    )
+    torch.manual_seed(0)
+    model: Any = zoo.perturb(hf.SiglipForImageClassification(hf.SiglipConfig(vision_config=config)).eval())
+    conversion = convert(model)
+    assert [site.name for site in conversion.untouched] == ["vision_model.head.layernorm"]
+    assert (len(conversion.replaced), conversion.kept) == (5, {})
+    assert "vision_model.head.probe" in conversion.certificate.unreached
+    pixels = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        torch.testing.assert_close(conversion.model(pixels).logits, model(pixels).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConversionError, match="head.layernorm: no output depends on it"):
+        convert(model, to="crmsnorm")
+    assert find_gauge(model.vision_model).idle == ()  # there its output is the model's
+
+
 def test_mask_tokens_and_images_are_converted_with_the_rest():
     """Made by hand, as a user would: nothing here comes from the code that is tested."""
     torch.manual_seed(0)

@@ -50,7 +50,8 @@ class Conversion:
         certificate: how equal it is.
         replaced: sites that are RMSNorm or CRMSNorm now.
         kept: sites of the main branch that stay LayerNorm, and why.
-        untouched: norms off the main branch (q/k norms, a head's own norm) that stay as they are.
+        untouched: norms off the main branch (q/k norms, a head's own norm, what no output depends on) that stay as they
+            are.
         recentered: places that are recentered explicitly; each costs what mean subtraction cost in one LayerNorm.
         recipe: the structure of the converted model, as `converted.rebuild` takes it.
     """
@@ -239,16 +240,23 @@ def _sorted(gauge: Gauge, means: dict[str, float], to: str) -> tuple[list[NormSi
     else:
         chosen = [site for site in gauge.layernorms if means[site.name] < INVISIBLE]
     others = [site for site in gauge.layernorms if site not in chosen]
-    untouched = [site for site in others if site.role in SIDE]
-    kept = {site.key: _reason(site, means, gauge) for site in others if site.role not in SIDE}
+    untouched = [site for site in others if _beside(site, gauge, to)]
+    kept = {site.key: _reason(site, means, gauge) for site in others if site not in untouched}
     if not chosen:
         why = _listed(kept) or "they are all off the main branch: on heads, inside branches or in a head"
         raise ConversionError(f"no LayerNorm can be replaced: {why}")
     return chosen, kept, untouched
 
 
+def _beside(site: NormSite, gauge: Gauge, to: str) -> bool:
+    """Whether a norm is off the main branch: a compressed stream must fit also what no output depends on."""
+    return site.role in SIDE or (site.key in gauge.idle and to != "crmsnorm")
+
+
 def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
     share = f"the mean of its input ({means.get(site.name, 0.0):.1e} of its rms)"
+    if site.key in gauge.idle:
+        return "no output depends on it, so that nothing tells how it would have to change"
     if who := gauge.raw.get(site.key):
         return f"{share} is read by {', '.join(who[:3])}{' and others' if len(who) > 3 else ''} as well"
     return f"{share} is seen by an output, or is carried by no parameter and crosses no module's boundary"

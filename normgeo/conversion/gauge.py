@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class Gauge:
         invisible: where a mean may be removed without any output noticing, in the order of the pass.
         raw: for a LayerNorm whose input is read by something else too: who reads it.
         sites: the model's norms.
+        idle: LayerNorms that no output depended on, as in a pooling head that a task leaves unread.
         unreached: parameters as wide as a stream that no output depended on, for the inputs that were given. Whether
             they write is not known; experts that no token was routed to are taken to do what those beside them do.
     """
@@ -89,6 +90,7 @@ class Gauge:
     invisible: tuple[Place, ...] = ()
     raw: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: tuple[NormSite, ...] = ()
+    idle: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
 
     @property
@@ -147,7 +149,7 @@ def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
 
 def _aligned(gradient: Tensor | None) -> float:
     """1 for a gradient along the uniform vector everywhere, about 1/sqrt(d) for any other, 0 for none."""
-    if gradient is None or not bool(gradient.norm() > 0):
+    if not _reached(gradient):
         return 0.0
     return float(ratio(gradient, -1)) / math.sqrt(gradient.shape[-1])
 
@@ -177,6 +179,7 @@ class _Probe:
         self._check(found)
         writers, scaled, readers = self._sorted(found, moving)
         unseen = self._unseen(found)
+        idle = tuple(s.key for s in self.sites if s.name in self.gains and not _reached(found[f"{s.name}.weight"]))
         writers, readers = self._by_analogy(unseen, writers, readers)
         del visible, found  # as large as the model, in float64
         seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
@@ -184,7 +187,8 @@ class _Probe:
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
         tables = self._tables([o.detach() for o in outputs])
         unreached = without_effect(self.model, unseen, [self.inputs])
-        return Gauge(writers, scaled, tables, readers, invisible, self._raw_readers(writers), self.sites, unreached)
+        raw = self._raw_readers(writers)
+        return Gauge(writers, scaled, tables, readers, invisible, raw, self.sites, idle, unreached)
 
     def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
         for parameter, gradient in gradients.items():
@@ -196,7 +200,7 @@ class _Probe:
 
     def _unseen(self, gradients: Mapping[str, Tensor | None]) -> list[str]:
         """Parameters as wide as a stream that have no gradient, under any of their names."""
-        dark = {name for name, g in gradients.items() if g is None or not bool(g.norm() > 0)}
+        dark = {name for name, g in gradients.items() if not _reached(g)}
         shapes = {name: self.model.get_parameter(name).shape for name in dark}
         wide = {name for name, shape in shapes.items() if self.widths.intersection(shape) and shape.numel()}
         own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
@@ -248,7 +252,7 @@ class _Probe:
         """Which shifts move the mean of what some LayerNorm is given."""
         return {
             Shift(name, axis)
-            for name, g in zip(named, moved, strict=True) if g is not None and bool(g.norm() > 0)
+            for name, g in zip(named, moved, strict=True) if _reached(g)
             for axis, size in enumerate(g.shape) if size in self.widths and float(ratio(g, axis)) > INVISIBLE
         }  # fmt: skip
 
@@ -367,7 +371,7 @@ class _Probe:
         source = sources[-1]
         who = [
             use for use, g in zip(trace.uses, trace.gradients, strict=True)
-            if use.place.side == "input" and use.leaf and g is not None and bool(g.norm() > 0)
+            if use.place.side == "input" and use.leaf and _reached(g)
             # (a norm of several vectors side by side reads the mean of each)
             and not (_vanishes(g) and use.tensor.shape[-1] == source.tensor.shape[-1])
         ]  # fmt: skip
@@ -384,5 +388,9 @@ class _Probe:
         return _aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
 
 
+def _reached(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    return gradient is not None and bool(gradient.norm() > 0)
+
+
 def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
-    return gradient is not None and bool(gradient.norm() > 0) and float(ratio(gradient, axis)) < INVISIBLE
+    return _reached(gradient) and float(ratio(gradient, axis)) < INVISIBLE

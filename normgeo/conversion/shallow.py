@@ -152,6 +152,7 @@ def deepened(gauge: Gauge, to: Spread) -> Gauge:
         invisible=tuple(place._replace(module=name) for place in gauge.invisible for name in to(place.module)),
         raw={name: who for key, who in gauge.raw.items() for name in to(key)},
         sites=tuple(_sites(gauge.sites, to)),
+        idle=tuple(name for key in gauge.idle for name in to(key)),
         unreached=tuple(name for short in gauge.unreached for name in to(short)),
     )
 
