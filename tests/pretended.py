@@ -172,11 +172,21 @@ main = Stream(aside=False)
 current = Current()
 
 
-def projected(x, units, centered, out):
+def projected(x, units, centered, out, nothing):
     from normgeo.kernels import fallback
 
     assert all(isinstance(t, Pretended) for t in (x, units, out))
     fallback.project(x.inside, units.inside, centered, out.inside)
+    if centered:
+        norms = out.inside
+        norms[4].masked_fill_(norms[4] <= nothing * norms[0], 0.0)
+
+
+def gathered(x, index, scalars, centered, out):
+    from normgeo.kernels import fallback
+
+    assert all(isinstance(t, Pretended) for t in (x, index, scalars, out))
+    fallback.gather(x.inside, index.inside, scalars.inside, centered, out.inside)
 
 
 @contextlib.contextmanager
@@ -192,7 +202,7 @@ def pretended_cuda(monkeypatch):
     }  # fmt: skip
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("normgeo.kernels.on_cuda", lambda *_: SimpleNamespace(project=projected))
+    monkeypatch.setattr("normgeo.kernels.on_cuda", lambda *_: SimpleNamespace(project=projected, gather=gathered))
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

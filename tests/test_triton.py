@@ -111,9 +111,33 @@ def test_the_pass_over_hidden_states_is_that_of_torch_in_float64(dtype, centered
     if rows > 1:
         x[0] = 3.0  # uniform: nothing is left without the mean
     found, expected = (torch.zeros((4 + centered, rows), dtype=torch.float64, device=DEVICE) for _ in range(2))
-    kernels.on_cuda().project(x, units, centered, found)
+    kernels.on_cuda().project(x, units, centered, found, 1e-9)
     fallback.project(x, units, centered, expected)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-9)
+    if centered and rows > 1:
+        assert found[4, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [*ROUNDING, torch.float64], ids=str)
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("d", [5, 512, 1300])
+def test_chosen_rows_become_the_unit_vectors_that_float64_gives(dtype, centered, d):
+    x = drawn((19, 2 * d), dtype, 6)[:, :d]  # rows that lie apart
+    x[3], x[4, 1], x[7, 2], x[8] = 0.0, torch.inf, torch.nan, 3.0
+    units = Directions.seeded(d, 0).units.to(DEVICE, torch.float64)
+    scalars = kernels.project(x, units, centered=centered)
+    index = torch.tensor([0, 3, 4, 7, 8, 18, 11, 0, 12], device=DEVICE)
+    found = torch.full((10, d), 7.0, device=DEVICE)
+    kernels.on_cuda().gather(x, index, scalars, centered, found[:9])
+    wide = x[index].double()
+    wide -= wide.mean(1, keepdim=True) if centered else 0.0
+    expected = torch.nn.functional.normalize(wide, dim=1).float()
+    expected[[1, 2, 3]] = 0.0
+    if centered:
+        expected[4] = 0.0
+    torch.testing.assert_close(found[:9], expected, rtol=2e-7, atol=1e-9)
+    assert (found[9] == 7.0).all()
+    kernels.on_cuda().gather(x, index[:0], scalars, centered, found[:0])
 
 
 @torch.no_grad()

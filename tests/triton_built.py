@@ -50,7 +50,7 @@ if __name__ == "__main__":
         from normgeo.kernels import triton_norms as norms
         from normgeo.kernels import triton_project as projections
     d = [0]
-    for kernel in (norms._forward, norms._backward, projections._project):
+    for kernel in (norms._forward, norms._backward, projections._project, projections._gather):
         only_built(kernel, d)
     on = {"device": "meta"}
     for d[0], dtype, kind in [(64, torch.float16, 1), (1000, torch.float32, 2), (4096, torch.bfloat16, 3),
@@ -62,4 +62,6 @@ if __name__ == "__main__":
             norms.norm(x, None, None, 1e-6, 0.0, kind)
             norms.add_norm_(x, x, x, weight, None, 1e-6, 1.0, kind)
             units = torch.empty(3, d[0], dtype=torch.float64, **on)
-            projections.project(x[0], units, d[0] > 64, torch.empty(5, 5, dtype=torch.float64, **on))
+            scalars, index = torch.empty(5, 5, dtype=torch.float64, **on), torch.empty(4, dtype=torch.int64, **on)
+            projections.project(x[0], units, d[0] > 64, scalars, 1e-12)
+            projections.gather(x[0], index, scalars, d[0] > 64, torch.empty(4, d[0], **on))

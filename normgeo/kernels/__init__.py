@@ -63,6 +63,14 @@ def _compiled(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in cpu.DTYPES and cpu.loaded().functions is not None
 
 
+def _in_triton(x: Tensor) -> Any:
+    return on_cuda(x.device) if x.device.type == "cuda" else None
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def project(
     x: Float[Tensor, "vectors d"],
     units: Float[Tensor, "three d"],
@@ -81,10 +89,11 @@ def project(
     if out is None:
         out = torch.empty((4 + centered, len(x)), dtype=precise(x.device), device=x.device)
     if _compiled(x):
-        cpu.loaded().project(x if x.stride(1) == 1 else x.contiguous(), units, centered, out)
-    elif x.device.type == "cuda" and (triton := on_cuda(x.device)) is not None:
+        cpu.loaded().project(_by_rows(x), units, centered, out)
+    elif (triton := _in_triton(x)) is not None:
         with torch.cuda.device(x.device):
-            triton.project(x if x.stride(1) == 1 else x.contiguous(), units.contiguous(), centered, out)
+            triton.project(_by_rows(x), units.contiguous(), centered, out, NOTHING)
+        return out
     else:
         fallback.project(x, units, centered, out)
     if centered:
@@ -102,7 +111,10 @@ def gather(
 ) -> None:
     """Rows of x over their norm, or what they are without their mean over its norm; zeros where that is no vector."""
     if _compiled(x):
-        cpu.loaded().gather(x if x.stride(1) == 1 else x.contiguous(), index, scalars, centered, out)
+        cpu.loaded().gather(_by_rows(x), index, scalars, centered, out)
+    elif (triton := _in_triton(x)) is not None:
+        with torch.cuda.device(x.device):
+            triton.gather(_by_rows(x), index, scalars, centered, out)
     else:
         fallback.gather(x, index, scalars, centered, out)
 

@@ -55,7 +55,7 @@ def _forward(
     if KIND >= 2:
         total = tl.sum(v, axis=1)
         mean_square += total * total
-    scale = 1.0 / tl.sqrt(mean_square / divisor + eps)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(mean_square / divisor + eps))  # once a row; else both are approximate
     if SAVE:
         tl.store(scale_at + row, scale, mask=row < rows)
     z = v * scale[:, None]
@@ -153,7 +153,8 @@ class _Norm(torch.autograd.Function):
         blocks = _ceil(rows, plan["ROWS"])
         steps = max(1, _ceil(blocks, _multiprocessors(x) * PROGRAMS))
         programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
-        dweight, dbias = (None if t is None else torch.empty((programs, d), device=x.device) for t in ctx.dtypes)
+        room = {"size": (programs, d), "dtype": torch.float32, "device": x.device}
+        dweight, dbias = (None if t is None else torch.empty(**room) for t in ctx.dtypes)
         if programs:
             with _device(x):
                 _backward[(programs,)](
