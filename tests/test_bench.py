@@ -1,3 +1,4 @@
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -5,11 +6,13 @@ import matplotlib.figure
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from zoo import tiny
 
 from analyses import stream_cost
 from normgeo import find_sites, models
 from normgeo.angles import job
+from normgeo.bench import inference
 from normgeo.bench import store as store_bench
 from normgeo.bench.stream import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
@@ -173,3 +176,20 @@ def test_without_memory_for_more_there_is_the_usual_error(monkeypatch):
         assert len(memory.pages(memory.LARGE)) == memory.LARGE
         with pytest.raises(MemoryError):
             memory.pages(1 << 60)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("packing", "masked"), [(contextlib.nullcontext, True), (inference._unpacked, False)])
+def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(packing, masked, monkeypatch):
+    """As a stream that records a graph, `is_tracing` says that the device cannot be asked."""
+    masks, real = [], functional.scaled_dot_product_attention
+
+    def attention(*args, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    with packing():
+        tiny("gpt2")(torch.arange(12).view(2, 6) + 3, use_cache=False)
+    assert [mask is not None for mask in masks] == [masked, masked]

@@ -19,9 +19,12 @@ from normgeo.errors import ModelError
 from normgeo.system.memory import memory_kept
 
 __all__ = [
-    "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved", "recorded",
+    "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved", "occupy", "recorded",
     "synchronize",
 ]  # fmt: skip
+
+CYCLES = 2e9
+"""A second of a GPU's clock, about."""
 
 LEAST = 3
 """Rounds that are timed however little time there is: fewer have no quartiles."""
@@ -60,6 +63,16 @@ def recorded(function: Callable[[], Any], device: torch.device) -> Callable[...,
         return result
 
     return replay
+
+
+def occupy(device: torch.device, seconds: float) -> None:
+    """Let a CUDA device do nothing for about so long before what it is given next, so that who gives gets ahead of it.
+
+    Events around a kernel time the way to it where the device waits for its work.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(seconds * CYCLES))
 
 
 @contextmanager
