@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
@@ -43,6 +43,7 @@ __all__ = [
     "saved_elsewhere",
     "tokenizer_digest",
     "twin",
+    "uncompiled",
     "usable_device",
     "weights_digest",
     "whence",
@@ -337,6 +338,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """While inside, compiled models run as they are written: their hooks would be compiled too, some without an end."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
-from normgeo.models import default_dtype, example_inputs
+from normgeo.models import default_dtype, example_inputs, uncompiled
 
 __all__ = ["NormSite", "Role", "find_sites"]
 
@@ -212,7 +212,7 @@ def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     trace = _Trace()
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        with torch.no_grad(), evaluating(model), _hooked(model, trace), default_dtype(model.dtype):
+        with torch.no_grad(), evaluating(model), _hooked(model, trace), default_dtype(model.dtype), uncompiled():
             model(**options | inputs)
     except Exception as error:
         raise ModelError(

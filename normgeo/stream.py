@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example
-from normgeo.models import base_model, max_context, memory_explained
+from normgeo.models import base_model, max_context, memory_explained, uncompiled
 from normgeo.sites import NormSite, evaluating
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch
@@ -206,7 +206,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
         )
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    with in_memory(model, batch):
+    with in_memory(model, batch), uncompiled():
         ids = torch.from_numpy(batch.ids).to(model.device)
         if "decoder_input_ids" in accepted:
             options["decoder_input_ids"] = ids

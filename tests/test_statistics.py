@@ -280,3 +280,15 @@ def test_phases_are_in_the_order_of_the_state():
     assert PHASES == ("pre", "standardized", "post")
     statistics = fed(noise(8, 4), 100 * noise(8, 4, seed=2))
     assert statistics.state["norm"][:, 0, 2].sum() > 20 * statistics.state["norm"][:, 0, 0].sum()
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_the_default_dtype_changes_nothing(kind):
+    pre, post = noise(300, 33, mean=2.0), noise(300, 33, seed=1)
+    expected = fed(pre, post, kind=kind).state_dict()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = fed(pre, post, kind=kind).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    equal(found, expected)

@@ -1,8 +1,10 @@
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import zoo
 
+from normgeo import convert
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
@@ -199,3 +201,15 @@ def test_the_table_does_not_depend_on_the_batch_size(tiny, name, ids):
     for column in ("mean_deg", "std_deg", "min_deg", "max_deg"):
         np.testing.assert_allclose(one[column], many[column], rtol=0, atol=1e-4, err_msg=column)
     assert (one.n_tokens == many.n_tokens).all()
+
+
+def test_a_compiled_model_is_looked_at_as_it_is_written():
+    """Hooks are no code to compile: one that counts up without an end was unrolled without an end."""
+    plain, compiled = zoo.tiny("gpt2"), zoo.tiny("gpt2")
+    compiled.compile(backend="eager")
+    compiled.transformer.h[0].compile(backend="eager")
+    ids = np.random.default_rng(0).integers(3, 96, (4, 8))
+    assert find_sites(compiled) == find_sites(plain)
+    tables = [measure_angles(model, ids, null=4, progress=False).frame for model in (plain, compiled)]
+    pd.testing.assert_frame_equal(*tables)
+    assert convert(compiled).certificate.passed

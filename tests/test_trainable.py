@@ -84,6 +84,15 @@ def test_training_follows_the_original(name, changes):
     assert sum(isinstance(m, RMSNorm) for m in converted.modules()) == len(conversion.replaced) > 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bert"])
+def test_half_precision_converts_exactly(name, dtype):
+    """Gains and offsets are read off the norms in float64, whatever the dtype they train in."""
+    conversion = convert(tiny(name).to(dtype), trainable=True)
+    assert conversion.certificate.error_rel < 1e-12
+    assert {p.dtype for p in conversion.model.parameters()} == {dtype}
+
+
 def test_a_baked_conversion_does_drift():
     """Why the parametrization is there: plain converted weights train to another model."""
     model = tiny("gpt_neox").double()

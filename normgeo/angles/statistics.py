@@ -185,7 +185,7 @@ class AngleStatistics:
         if phase == "post":
             self._accumulate(alike, 2, [length], degrees, sines)
             return
-        eps = torch.tensor([self.sites[i].eps for i in alike], device=self.home)[:, None]
+        eps = torch.tensor([self.sites[i].eps for i in alike], dtype=torch.float32, device=self.home)[:, None]
         if not turns:  # where nothing is subtracted the angles of the standardized vector are the input's
             self._accumulate(alike, 0, [length, standardized_norm(length, site.d, eps)], degrees, sines)
             return

@@ -208,7 +208,7 @@ def _trainable(
 ) -> Conversion:
     converted, places, means = parametrized(model, gauge, inputs)
     chosen, kept, untouched = _sorted(gauge, means, "rmsnorm")
-    norms = {site.name: _spec(model.get_submodule(site.name), site) for site in chosen}
+    norms = {site.name: _spec(_wide(model, site), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     _replace(converted, chosen, recipe)
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
@@ -272,16 +272,20 @@ def _spec(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, A
     }  # fmt: skip
 
 
-def _replace(exact: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
+def _replace(model: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
     """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm."""
-    values = {site.name: affine_of(exact.get_submodule(site.name), site) for site in sites}
-    rebuild(exact, {"norms": recipe["norms"]})
+    values = {site.name: affine_of(_wide(model, site), site) for site in sites}
+    rebuild(model, {"norms": recipe["norms"]})
     for name, (gamma, beta) in values.items():
-        new: Any = exact.get_submodule(name)
+        new: Any = model.get_submodule(name)
         if new.weight is not None:
             new.weight.copy_(gamma - new.offset)
         if new.bias is not None:
             new.bias.copy_(beta)
+
+
+def _wide(model: PreTrainedModel, site: NormSite) -> nn.Module:
+    return copy.deepcopy(model.get_submodule(site.name)).double()
 
 
 def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
 from normgeo.errors import ModelError
-from normgeo.models import default_dtype
+from normgeo.models import default_dtype, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite
 
@@ -162,7 +162,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
     try:
-        with default_dtype(model.dtype), _seeded(model, model.training):
+        with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
             result = model(**inputs, return_dict=True)
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]

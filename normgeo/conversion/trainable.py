@@ -10,6 +10,7 @@ is recentered instead.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def parametrized(
     result = copy.deepcopy(model)
     for name, axis in gauge.writers:
         owner, _, last = name.rpartition(".")
-        parametrize.register_parametrization(result.get_submodule(owner), last, Centered(axis))
+        _center(result.get_submodule(owner), last, axis)
     exact = float64_copy(result, tied=True).train()
     places = recenter_sources(exact, gauge, inputs)
     train = site_means(exact, gauge.layernorms, inputs)
@@ -58,6 +59,29 @@ def parametrized(
     for place in places:
         recenter_at(result, *place)
     return result, places, {name: max(train[name], evaluated[name]) for name in train}
+
+
+def _center(module: nn.Module, name: str, axis: int) -> None:
+    """Let a parameter be centered while its state is that of the plain one, under the name that it had."""
+    if not parametrize.is_parametrized(module):
+        module.register_state_dict_post_hook(_plainly_named)
+        module.register_load_state_dict_pre_hook(_as_parametrized)
+    parametrize.register_parametrization(module, name, Centered(axis))
+
+
+def _plainly_named(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in _originals(module):
+        state[f"{prefix}{name}"] = state.pop(f"{prefix}parametrizations.{name}.original")
+
+
+def _as_parametrized(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in _originals(module):
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}parametrizations.{name}.original"] = state.pop(f"{prefix}{name}")
+
+
+def _originals(module: nn.Module) -> list[str]:
+    return list(module.parametrizations) if parametrize.is_parametrized(module) else []  # pyright: ignore
 
 
 @torch.no_grad()
