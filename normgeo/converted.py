@@ -8,7 +8,7 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
     tables     buffers whose centered values belong to the checkpoint
     biases     modules that got a bias they did not have (a norm's beta, folded)
     heads      tied heads: name -> width of what they read
-    shapes     parameter -> its new shape
+    shapes     parameter -> its new shape, null for an axis that stays as it is
     folded     norms whose gamma and beta went into their readers
     writers, readers   [parameter, axis] of what is compressed
 """
@@ -54,11 +54,21 @@ class TiedHead(nn.Linear):
         weight, bias = head.weight, getattr(head, "bias", None)
         new = cls(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # pyright: ignore
         new.weight, new.bias = weight, bias  # pyright: ignore
-        new.mean = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))  # pyright: ignore
+        mean = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)  # pyright: ignore
+        new.mean = nn.Parameter(mean, weight.requires_grad)  # pyright: ignore
         return new
 
     def forward(self, input: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of hidden states [..., d]."""
+        """Logits [..., vocabulary] of hidden states [..., d].
+
+        Raises:
+            ValueError: the vocabulary was resized.
+        """
+        if len(self.mean) != len(self.weight):
+            raise ValueError(
+                f"the vocabulary of {len(self.mean)} tokens was resized to {len(self.weight)}, which a head that is "
+                "tied to centered embeddings does not follow: resize the original, or convert without keeping the tie"
+            )
         return functional.linear(input, self.weight, self.bias) + input.sum(-1, keepdim=True) * self.mean
 
 
@@ -140,7 +150,8 @@ def add_bias(module: nn.Module) -> None:
     """Give a linear layer a bias of zeros, in its weight's dtype."""
     weight: Any = module.weight
     size = weight.shape[SIZES["nf"] if hasattr(module, "nf") else SIZES["out_features"]]
-    module.register_parameter("bias", nn.Parameter(torch.zeros(size, dtype=weight.dtype, device=weight.device)))
+    bias = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+    module.register_parameter("bias", nn.Parameter(bias, weight.requires_grad))
 
 
 def reshape(model: nn.Module, name: str, value: Tensor) -> None:
@@ -171,7 +182,10 @@ def is_compressed(model: Any) -> bool:
 def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
     """Give a native model the structure that the recipe tells; the values come with the checkpoint."""
     like = next(model.parameters())
-    for name, shape in recipe.get("shapes", {}).items():
+    for name, sizes in recipe.get("shapes", {}).items():
+        owner, _, last = name.rpartition(".")
+        old = getattr(model.get_submodule(owner), last).shape
+        shape = [own if size is None else size for own, size in zip(old, sizes, strict=True)]
         reshape(model, name, torch.empty(shape, dtype=like.dtype, device=like.device))
     for name in recipe.get("biases", ()):
         add_bias(model.get_submodule(name))

@@ -322,3 +322,62 @@ def test_mistakes_get_one_clear_error_and_leave_nothing(tmp_path):
         assert result.exit_code != 0
         assert not (tmp_path / "out").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "empty", "llama", "vit"]
+
+
+def weights_normed(model):
+    torch.nn.utils.parametrizations.weight_norm(model.gpt_neox.layers[0].mlp.dense_4h_to_h)
+
+
+def layers_cut(model):
+    model.gpt_neox.layers = model.gpt_neox.layers[:1]
+
+
+def steered(model):
+    model.gpt_neox.layers[0].mlp.register_forward_hook(lambda module, args, output: output + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (weights_normed, r"GPTNeoX\w+ is not what its class and configuration tell: \S+mlp.dense_4h_to_h"),
+        (layers_cut, r"not what its class and configuration tell: gpt_neox\.layers\.1\."),
+        (steered, r"gpt_neox\.layers\.0\.mlp has a forward hook, which no checkpoint keeps"),
+    ],
+)
+def test_what_a_checkpoint_would_not_tell_is_not_saved(change, message, tmp_path):
+    model = zoo.tiny("gpt_neox")
+    change(model)
+    conversion = convert(model)
+    assert conversion.certificate.passed  # in memory it is equal
+    with pytest.raises(ConversionError, match=message):
+        save(conversion, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options", [{"to": "rmsnorm"}, {"to": "crmsnorm"}, {"to": "crmsnorm", "padded": True}], ids=str
+)
+def test_the_vocabulary_of_a_converted_model_may_be_resized(options, tmp_path):
+    conversion = convert(zoo.tiny("gpt2"), **options)
+    conversion.model.resize_token_embeddings(100, mean_resizing=False)
+    save(conversion, tmp_path / "out")
+    inputs = {"input_ids": torch.tensor([[3, 99, 7, 98]])}
+    with torch.no_grad():
+        a, b = conversion.model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
+    assert a.shape[-1] == 100
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_head_that_stays_tied_refuses_another_vocabulary(tmp_path):
+    conversion = convert(zoo.tiny("gpt2"), keep_tie=True)
+    conversion.model.resize_token_embeddings(100, mean_resizing=False)
+    with pytest.raises(ValueError, match="vocabulary of 96 tokens was resized to 100"):
+        conversion.model(torch.tensor([[3, 99]]))
+    with pytest.raises(ConversionError, match=r"lm_head\.mean"):
+        save(conversion, tmp_path / "out")
+
+
+@pytest.mark.parametrize("options", [{"to": "crmsnorm"}, {"keep_tie": True}], ids=str)
+def test_a_frozen_model_stays_frozen(options):
+    model = convert(zoo.tiny("gpt2").requires_grad_(False), **options).model
+    assert not any(parameter.requires_grad for parameter in model.parameters())

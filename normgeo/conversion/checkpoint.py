@@ -14,10 +14,11 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from normgeo import converted, models, norms
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
-from normgeo.converted import PREFIX
+from normgeo.conversion.shallow import empty_model
+from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.system.files import taken
 
@@ -62,26 +64,30 @@ class ConvertedModel({model}):
 def new_directory(out: Path, *, keep: bool = True) -> Iterator[Path]:
     """A directory that appears under its name when everything in it is written, or not at all (never, unless kept).
 
+    An empty directory stays the one it is and gets the content: it may be a mount, or where somebody works. A link
+    stays one: what it names is written.
+
     Raises:
         ConversionError: it exists and is not empty, or the disk is full or not writable.
     """
-    if taken(out):
+    where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
+    if taken(where) or where.is_symlink():  # a link that is left leads to itself
         raise ConversionError(f"{out} exists already; choose another directory, nothing was written")
+    home = where if where.exists() else where.parent
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        home.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=home))
     except OSError as error:
-        raise ConversionError(f"cannot write to {out.parent}: {error.strerror}") from error
+        raise ConversionError(f"cannot write to {home}: {error.strerror}") from error
     try:
         yield scratch
         if not keep:
             return
-        scratch.chmod(0o755)
-        for path in scratch.iterdir():
-            path.chmod(0o644)
-        if out.exists():
-            out.rmdir()
-        scratch.rename(out)
+        _readable(scratch)
+        if home == where:
+            _moved_up(scratch)
+        else:
+            scratch.rename(where)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ConversionError(
@@ -93,6 +99,22 @@ def new_directory(out: Path, *, keep: bool = True) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _readable(folder: Path) -> None:
+    """Let others read it all: what tempfile and safetensors make is their owner's alone."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _moved_up(folder: Path) -> None:
+    """Move what a directory holds beside it, where there must be nothing else, as `rename` would have it."""
+    if any(path != folder for path in folder.parent.iterdir()):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    with ExitStack() as back:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):  # without it nothing loads
+            back.callback(path.rename(folder.with_name(path.name)).rename, path)
+        back.pop_all()
 
 
 def save(
@@ -110,12 +132,13 @@ def save(
         How to load it: `native` (plain transformers) or `remote` (with trust_remote_code=True).
 
     Raises:
-        ConversionError: the certificate has not passed, the directory exists, the model's code is not part of
-            transformers, or the disk is full.
+        ConversionError: the certificate has not passed, the model has hooks or a structure that a checkpoint does not
+            tell, the directory exists, the model's code is not part of transformers, or the disk is full.
     """
     if not conversion.certificate.passed:
         raise ConversionError("the certificate did not pass; such a model is not saved")
     model = conversion.model
+    _check_told(model, conversion.recipe)
     native = native_model(conversion)
     with new_directory(Path(out)) as folder:
         if native is not None:
@@ -130,6 +153,31 @@ def save(
             extra.save_pretrained(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
     return "remote" if native is None else "native"
+
+
+def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    """Refuse what class, configuration and recipe do not tell: another model would be loaded."""
+    for name, module in model.named_modules():
+        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        if not all(map(_told, hooks)):
+            raise ConversionError(
+                f"{name or 'the model'} has a forward hook, which no checkpoint keeps; remove it and convert again"
+            )
+    told = empty_model(native_class(type(model)), model.config)
+    rebuild(told, recipe)
+    wanted, have = ({name: value.shape for name, value in m.state_dict().items()} for m in (told, model))
+    if wrong := sorted(name for name in wanted.keys() | have.keys() if wanted.get(name) != have.get(name)):
+        raise ConversionError(
+            f"{type(model).__name__} is not what its class and configuration tell: {wrong[0]} and {len(wrong) - 1} "
+            "others would be missing or have another shape where it is loaded; let the configuration say what was "
+            "changed, and take pruning and parametrizations off"
+        )
+
+
+def _told(hook: Any) -> bool:
+    """Whether a hook is there again when the model is loaded: one of the recipe's, or of transformers' own."""
+    home = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return home == converted.__name__ or home.startswith(("transformers", "accelerate"))
 
 
 def describe(conversion: Conversion) -> dict[str, Any]:

@@ -323,8 +323,9 @@ def _in_dtype(
         else:
             untie(converted)
     state = _values(exact, recipe)
-    recipe["shapes"] = {
-        name: list(state[name].shape) for name, value in _values(converted, recipe).items()
+    recipe["shapes"] = {  # of the axes that change: a vocabulary may be resized afterwards
+        name: [None if a == b else b for a, b in zip(value.shape, state[name].shape, strict=True)]
+        for name, value in _values(converted, recipe).items()
         if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
     }  # fmt: skip
     rebuild(converted, recipe)

@@ -135,7 +135,7 @@ def _folder(name: str, revision: str | None) -> Path:
     path, options = whence(name, revision)
     if Path(path).is_dir():
         return Path(path)
-    options["allow_patterns"] = ["*.safetensors", "*.json", "*.txt", "*.model"]
+    options["allow_patterns"] = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
         return Path(huggingface_hub.snapshot_download(path, **options))
     except (OSError, ValueError) as error:

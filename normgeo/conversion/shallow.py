@@ -53,8 +53,9 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig, depth: i
                 setattr(part, name, depth)
             elif isinstance(value, (list, tuple)) and len(value) in lengths:
                 setattr(part, name, value[:depth])
-    torch.manual_seed(0)
-    model = cls(small).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # not torch's own, which seeds the GPUs' as well
+        model = cls(small).eval()
     if any(n > depth for n in _lists(model).values()):
         raise ConversionError(f"{cls.__name__} cannot be built with fewer layers from its configuration")
     return model

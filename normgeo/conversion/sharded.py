@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from normgeo.conversion.centering import center_writers
 from normgeo.conversion.checkpoint import describe, new_directory, write_config
@@ -25,7 +26,7 @@ from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import tied
 from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
-from normgeo.converted import rebuild
+from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.models import config_and_class
 
@@ -101,10 +102,12 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
         The conversion of the model's first layers, whose certificate it is; everything is in `out`.
 
     Raises:
-        ConversionError: as `convert`; or the checkpoint's names are not the model's, so that it has to be converted in
-            memory; or what was written lacks a tensor of the converted model, or has another.
+        ConversionError: as `convert`; or it is converted already; or the checkpoint's names are not the model's, so
+            that it has to be converted in memory; or what was written lacks a tensor of the converted model, or has
+            another.
     """
     config, cls = config_and_class(str(source), {}, trust_remote_code)
+    _check_unconverted(source, config)
     deep = empty_model(cls, config)
     shards = Shards(source, deep)
     _check_names(deep, shards)
@@ -119,12 +122,25 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
         final = _config(config, conversion.model.config)
         _check_written(folder, empty_model(cls, final), recipe)
         write_config(final, cls, recipe, folder, first.dtype)
-        for path in source.iterdir():
-            if path.is_file() and path.suffix not in SKIPPED and path.name not in REPLACED:
-                shutil.copy(path, folder / path.name)
+        _copy_beside(source, folder)
         about = describe(conversion) | {"layers_certified": depth, "norms": sorted(recipe["norms"])}
         (folder / "conversion.json").write_text(json.dumps(about, indent=2))
     return conversion
+
+
+def _check_unconverted(source: Path, config: PretrainedConfig) -> None:
+    """Refuse a checkpoint that was written here: its recipe names layers that a shallow copy does not have."""
+    if not str(config.model_type).startswith(PREFIX) or not hasattr(config, "normgeo"):
+        return  # a Pre-LN model that was trained as a converted one has a recipe, but a plain model's type
+    if config.normgeo.get("to") == "crmsnorm":
+        raise ConversionError(
+            f"{source} is compressed, and gets all its numbers again in memory alone: ask for --in-memory "
+            "(by_shard=False)"
+        )
+    raise ConversionError(
+        f"{source} is converted already: all its norms that can be are RMSNorm; use it as it is, or convert the "
+        "original again"
+    )
 
 
 def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
@@ -136,6 +152,16 @@ def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
             f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
             "convert it in memory"
         )
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copy what goes with a model without being part of it: tokenizer, image processor, generation settings."""
+    templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
+    for path in [*source.iterdir(), *templates.glob("*.jinja")]:
+        if path.is_file() and path.suffix not in SKIPPED and path.name not in REPLACED:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
 
 
 def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> None:

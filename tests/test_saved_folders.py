@@ -1,0 +1,196 @@
+"""The folder a converted checkpoint is saved in: where it may be, what is in it, and who can read it."""
+
+import copy
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+from zoo import tiny
+
+from normgeo import convert, load_model
+from normgeo.cli.main import app
+from normgeo.conversion import runs
+from normgeo.conversion.checkpoint import new_directory, save
+from normgeo.conversion.shallow import shallow_model
+from normgeo.conversion.sharded import convert_sharded
+from normgeo.errors import ConversionError
+
+TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+EMPTY = {"linked": "a link to an empty directory", ".": "where it runs", "empty": "an empty directory"}
+
+
+@pytest.fixture
+def templated(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = dict(TEMPLATES)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def conversion():
+    return convert(tiny("gpt2"))
+
+
+def modes(folder):
+    return {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+
+
+def check_readable(folder):
+    assert (folder / "additional_chat_templates" / "rag.jinja").is_file()
+    assert all(mode == (0o755 if path.is_dir() else 0o644) for path, mode in modes(folder).items())
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def test_directories_can_be_entered_and_files_read_by_others(conversion, templated, tmp_path):
+    save(conversion, tmp_path / "out", extras=[templated])
+    check_readable(tmp_path / "out")
+
+
+def test_what_is_nested_deeper_can_be_read_too(tmp_path):
+    with new_directory(tmp_path / "out") as folder:
+        (folder / "a" / "b").mkdir(parents=True, mode=0o700)
+        (folder / "a" / "b" / "c").touch(0o600)
+    assert list(modes(tmp_path / "out").values()) == [0o755, 0o755, 0o755, 0o644]
+
+
+def test_by_shard_the_templates_come_along_and_other_directories_do_not(templated, tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    tiny("gpt2").save_pretrained(source)
+    templated.save_pretrained(source)
+    (source / "additional_chat_templates" / "training.pt").write_bytes(b"pickle")
+    for other in ("checkpoint-5", "onnx", ".cache"):  # whose weights are not converted
+        (source / other).mkdir()
+        (source / other / "config.json").write_text("{}")
+    convert_sharded(source, out)
+    check_readable(out)
+    assert {path.name for path in out.rglob("*")} & {"training.pt", "checkpoint-5", "onnx", ".cache"} == set()
+
+
+def test_the_templates_of_a_hub_are_downloaded(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda path, **options: asked.update(options) or str(tmp_path)
+    )
+    runs._folder("some/model", None)
+    assert "*.jinja" in asked["allow_patterns"]
+
+
+# --- where it may be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_directory_is_filled_and_stays_the_one_it_is(name, conversion, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").symlink_to("empty")
+    monkeypatch.chdir(tmp_path / "empty" if name == "." else tmp_path)
+    before = os.stat(name)
+    save(conversion, name)
+    assert os.path.samestat(os.stat(name), before)
+    assert os.path.samestat(os.stat("."), os.stat(os.getcwd()))
+    assert (tmp_path / "linked").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "linked"]
+    assert not [path for path in Path(name).iterdir() if path.name.startswith(".")]
+    assert load_model(name).config.model_type == "normgeo_gpt2"
+
+
+@pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])
+def test_the_command_writes_where_it_runs(how, tmp_path, monkeypatch):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), ".", how])
+    assert result.exception is None, result.exception
+    assert load_model(".").config.model_type == "normgeo_gpt2"
+    again = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), ".", how])
+    assert "exists already" in str(again.exception)
+
+
+def test_what_a_link_names_need_not_be_there_yet(conversion, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    save(conversion, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "model" / "model.safetensors").is_file()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+
+
+def test_a_link_to_itself_is_refused_before_the_work(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConversionError, match="loop exists already"), new_directory(tmp_path / "loop", keep=False):
+        pytest.fail("nothing can be written there")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_fails_leaves_an_empty_directory_empty(keep, tmp_path, monkeypatch):
+    """Also on a disk that is full when the last file is moved."""
+    rename = Path.rename
+
+    def full(path, target):
+        if path.name == "config.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    def write():
+        with new_directory(tmp_path, keep=keep) as folder:
+            (folder / "config.json").touch()
+            (folder / "model.safetensors").touch()
+
+    monkeypatch.setattr(Path, "rename", full)
+    if keep:
+        with pytest.raises(ConversionError, match="the disk is full; nothing was left behind"):
+            write()
+    else:
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_write_into_it_meanwhile_is_not_overwritten(tmp_path):
+    def write():
+        with new_directory(tmp_path) as folder:
+            (folder / "config.json").write_text("mine")
+            (tmp_path / "config.json").write_text("theirs")
+
+    with pytest.raises(ConversionError, match="not empty"):
+        write()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
+
+
+# --- by shard, what is refused and what is left alone -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({}, "converted already: all its norms that can be are RMSNorm"),
+     ({"to": "crmsnorm"}, r"compressed, and gets all its numbers again in memory alone: ask for --in-memory"),
+     ({"to": "crmsnorm", "padded": True}, "compressed")], ids=str,
+)  # fmt: skip
+def test_by_shard_refuses_what_is_converted_already(options, says, tmp_path):
+    save(convert(tiny("gpt2", n_layer=3), **options), tmp_path / "in")
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"])
+    with pytest.raises(ConversionError, match=f"^{tmp_path / 'in'} is {says}"):
+        raise result.exception
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_by_shard_takes_what_was_trained_as_pre_ln(tmp_path):
+    """Its configuration has a recipe as well, and its model is a plain one."""
+    model = convert(tiny("gpt2", n_layer=3), trainable=True).model
+    model.save_pretrained(tmp_path / "in")
+    assert convert_sharded(tmp_path / "in", tmp_path / "out").certificate.passed
+
+
+def test_a_shallow_model_leaves_the_random_numbers_of_others_alone(monkeypatch):
+    model = tiny("gpt2", n_layer=4)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("it seeds the GPUs"))
+    made = [shallow_model(type(model), model.config).state_dict() for _ in range(2)]
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
