@@ -138,19 +138,22 @@ def test_perplexity_is_what_training_evaluates():
     assert frame.cross_entropy[0] == pytest.approx(training.evaluate(model, tokens), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_models_that_see_later_tokens_have_no_perplexity(name, ids):
-    a = sharpened(name)
-    frame = compare({"a": a, "b": sabotaged(a)}, ids, **QUICK).frame
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "changes"), [("bert", {"initializer_range": 0.08}), ("t5", {})])
+def test_models_that_see_later_tokens_have_no_perplexity(name, changes, dtype, ids):
+    a = sharpened(name, **changes)
+    frame = compare({"a": a.to(dtype), "b": sabotaged(a).to(dtype)}, ids, **QUICK).frame
     assert frame.perplexity.isna().all()
     assert frame.predictions.tolist() == [0, 0]
     assert frame.kl_mean[1] > 0
 
 
 @pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"vit", "whisper", "bert", "albert", "t5"}))
-def test_causal_models_have_one(name, ids, tiny):
-    frame = compare({"a": tiny(name), "b": tiny(name)}, ids[:1, :8], **QUICK).frame
-    assert frame.perplexity.between(10, 1e4).all()
+def test_causal_models_have_one(name, ids):
+    for dtype in (torch.float32, torch.bfloat16):
+        models = {label: zoo.tiny(name).to(dtype) for label in "ab"}
+        frame = compare(models, ids[:1, :8], **QUICK).frame
+        assert frame.perplexity.between(10, 1e4).all()
 
 
 def test_models_without_a_head_are_compared_by_hidden_states(ids):

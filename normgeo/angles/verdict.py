@@ -17,6 +17,9 @@ CENTERED_ROUNDINGS = 1.5
 """So is one below this many eps / sqrt(d) of the hidden states' dtype: rounding their components leaves 0.3 of it along
 the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float16."""
 
+LEAST_TOKENS = 16
+"""Mean angles of fewer tokens are those of the first one, a sink, as much as of any."""
+
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
 
@@ -45,6 +48,8 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
     large = special & (pre.energy_share > LARGE_ENERGY)
     outside = (pre.null_percentile < 2.5) | (pre.null_percentile > 97.5)
     top = pre.sort_values("energy_share").iloc[-1]
+    null = frame[(frame.direction == "null") & (frame.phase == "pre")]
+    met = int(null.n_tokens.min()) if len(null) else 0
     return {
         "sites": len(pre),
         "mean_deg": pre.mean_deg.median(),
@@ -59,8 +64,9 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
         "energy": pre.energy_share.median(),
         "top_energy": top.energy_share,
         "top_site": str(top.site),
-        "null_energy": frame[(frame.direction == "null") & (frame.phase == "pre")].energy_share.median(),
-        "tested": bool(pre.null_percentile.notna().any()),
+        "null_energy": null.energy_share.median(),
+        "null_tokens": met,
+        "tested": bool(pre.null_percentile.notna().any()) and met >= LEAST_TOKENS,
         "holds": bool(large.mean() > 0.5),
     }
 
@@ -70,7 +76,10 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     number = "1" if layernorm else "2"
     answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
     if not s["tested"]:
-        answer = f"**not tested** for {model}: too few random directions (--null), or none met a token (--null-every)."
+        answer = (
+            f"**not tested** for {model}: too few random directions (--null), or they met too few tokens "
+            f"({s['null_tokens']}; --null-every, --tokens)."
+        )
     claim = (
         "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
         if layernorm
