@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Float32, Float64, Int, Shaped
 from torch import Tensor
 
 from normgeo.kernels import cpu, fallback, launching
@@ -131,9 +131,9 @@ def moments(cosines: Float[Tensor, "slots rows k"]) -> Float[Tensor, "slots thre
 
 
 def tally(
-    norms: Float[Tensor, "sites phases vectors"],
-    degrees: Float[Tensor, "sites three vectors"],
-    sines: Float[Tensor, "sites three vectors"],
+    norms: Float32[Tensor, "sites phases vectors"],
+    degrees: Float32[Tensor, "sites three vectors"],
+    sines: Float64[Tensor, "sites three vectors"],
     group: Shaped[Tensor, " vectors"],
     histogram: Histogram,
 ) -> Sums:
