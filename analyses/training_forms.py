@@ -12,6 +12,7 @@ import torch
 
 from analyses import _axes
 from normgeo.conversion.convert import convert
+from normgeo.errors import DataError
 from normgeo.models import load_tokenizer
 from normgeo.tokens import load_tokens
 from normgeo.training.compressed import compressed, widened
@@ -24,7 +25,13 @@ NAMES = {"pre-ln": "Pre-LN", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-
 
 
 def compute(n_tokens: int | None = None) -> pd.DataFrame:
-    """One row per form and step; `n_tokens` are trained on (30 steps of the tiny size by default)."""
+    """One row per form and step; `n_tokens` are trained on (30 steps of the tiny size by default).
+
+    Raises:
+        DataError: fewer than one token.
+    """
+    if n_tokens is not None and n_tokens < 1:
+        raise DataError(f"a number of tokens is at least 1; received {n_tokens}")
     at_once = 8 * 256
     steps = max(2, (n_tokens or 30 * at_once) // at_once)
     recipe = recipe_for("tiny", steps=steps, warmup=max(1, steps // 8), dropout=0.0, precision="no")

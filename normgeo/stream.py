@@ -24,6 +24,7 @@ __all__ = [
     "Sink",
     "check_context",
     "check_pass",
+    "check_sites",
     "forward",
     "hooked",
     "in_memory",
@@ -102,17 +103,43 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:
-    """Refuse a model that takes no tokens, and contexts that are longer than it has positions for.
+    """Refuse what is no model, or takes no tokens, and contexts that are longer than it has positions for.
 
     Raises:
-        ModelError: the model takes no token ids.
+        ModelError: it is no model of transformers, or takes no token ids.
         DataError: the context is too long.
     """
+    if not hasattr(model, "main_input_name"):  # what hands its attributes on, as adapters do, is taken as it is
+        give = "the model within, its .module" if hasattr(model, "module") else "what load_model returns"
+        raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
     if model.main_input_name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
     longest = max_context(model)
     if longest is not None and context > longest:
         raise DataError(f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest}")
+
+
+def check_sites(model: PreTrainedModel, sites: Sequence[NormSite]) -> None:
+    """Refuse what are not sites of this model, each once.
+
+    Raises:
+        DataError: something is no site, a site of another model, or there twice.
+    """
+    modules, keys = dict(model.named_modules()), set[str]()
+    for site in sites:
+        if not isinstance(site, NormSite):
+            raise DataError(
+                f"{site!r} is no site; give some that find_sites returned, or roles and name patterns in one string, "
+                "as 'mlp,*ln_1'"
+            )
+        if site.name not in modules:
+            raise DataError(
+                f"{type(model).__name__} has no module {site.name}: it is a site of another model; give some that "
+                "find_sites returned for this one"
+            )
+        if site.key in keys:
+            raise DataError(f"the site {site.key} is there twice; give every site once")
+        keys.add(site.key)
 
 
 @contextmanager
@@ -220,8 +247,9 @@ def stream(
 
     Raises:
         ModelError: the device is out of memory.
-        DataError: a token id is beyond the vocabulary.
+        DataError: a token id is beyond the vocabulary, or the sites are not the model's.
     """
+    check_sites(model, sites)
     runner = _runner(model, sites)
     known = vocabulary(model)
     prefix = next((n for n, m in model.named_modules() if m is runner), "")

@@ -19,7 +19,7 @@ import numpy as np
 from normgeo.errors import DataError
 from normgeo.packing import Context, Packed
 
-__all__ = ["SAMPLE", "TokenBatch", "TokenStream", "load_tokens", "read_documents"]
+__all__ = ["SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens", "read_documents"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
@@ -85,7 +85,7 @@ class TokenStream:
         An array in a file (`np.load(path, mmap_mode="r")`) stays there: of it only what is being read is in memory.
 
         Raises:
-            DataError: the array is empty or holds something else than ids >= 0.
+            DataError: the array is empty or holds something else than ids >= 0, or `context` is below 1.
 
         >>> stream = TokenStream.from_array([[5, 6, 7], [8, 9, 10]], context=2)
         >>> [ids.tolist() for ids, _ in stream.contexts(0)]
@@ -102,7 +102,7 @@ class TokenStream:
                 f"shape {rows.shape}, dtype {rows.dtype}"
             )
         width = rows.shape[1]
-        length = min(context or width, width)
+        length = min(_length(context, width), width)
 
         def contexts(start: int = 0) -> Iterator[Context]:
             for document in range(start // width, len(rows)):
@@ -178,6 +178,13 @@ class TokenStream:
         )
 
 
+def _length(context: int | None, usual: int) -> int:
+    """The length of contexts that was asked for, or else the usual one."""
+    if context is not None and context < 1:
+        raise DataError(f"context must be at least 1, received {context}; leave it out for {usual:,}")
+    return usual if context is None else context
+
+
 def _digest(rows: np.ndarray) -> str | None:
     """sha256 of the shape and of all ids as int64; None where one is negative, as int64 too."""
     digest, ids = hashlib.sha256(repr(rows.shape).encode()), rows.reshape(-1)
@@ -197,15 +204,16 @@ def read_documents(path: Path) -> Iterator[str]:
     """
     if not path.is_file():
         raise DataError(f"no such data file: {path}")
-    if path.suffix == ".txt":
+    suffix = path.suffix.lower()
+    if suffix == ".txt":
         yield _decoded(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
-    elif path.suffix == ".jsonl":
+    elif suffix == ".jsonl":
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{path}, line {number}"
                 if (text := _decoded(line, where)).strip():
                     yield _text_of(text, where)
-    elif path.suffix == ".parquet":
+    elif suffix == ".parquet":
         yield from _parquet_texts(path)
     else:
         raise DataError(
@@ -269,6 +277,11 @@ def _wikipedia() -> Iterator[str]:
         ) from error
 
 
+def holds_ids(data: str | Path) -> bool:
+    """Whether a file of this name holds token ids, and no text."""
+    return Path(data).suffix.lower() == ".npy"
+
+
 def load_tokens(
     data: str | Path | Any,
     tokenizer: Any = None,
@@ -285,12 +298,14 @@ def load_tokens(
         exclude: documents to leave out, by their whole text.
 
     Raises:
-        DataError: data that is missing, empty or of an unknown format, or text without a tokenizer.
+        DataError: data that is missing, empty or of an unknown format, text without a tokenizer, or contexts of less
+            than a token.
     """
     if not isinstance(data, (str, Path)):
         return TokenStream.from_array(data, context=context)
-    if Path(data).suffix == ".npy":
+    if holds_ids(data):
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
+    context = _length(context, 1024)
     if data not in ("wikipedia", "sample"):
         next(read_documents(Path(data)), None)  # a wrong path or format is said before anything else
     if tokenizer is None:
@@ -304,7 +319,6 @@ def load_tokens(
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         documents = functools.partial(read_documents, path)
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
-    context = context or 1024
     packed = Packed(kept, tokenizer, context)
     if next(packed(), None) is None:
         raise DataError(f"{source} has no text in it")

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run on the CPU then
 
+import jaxtyping
 import numpy as np
 import pytest
 import zoo
@@ -96,6 +97,12 @@ def normgeo(monkeypatch, capsys, tmp_path):
         return status, " ".join(out.out.split()), " ".join(out.err.split())
 
     return run
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """Calls as users make them: without jaxtyping, which refuses arguments of other types before normgeo can."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

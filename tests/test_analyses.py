@@ -61,6 +61,13 @@ def test_analysis_without_a_run(name, tmp_path):
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("n_tokens", [-1, 0])
+def test_no_tokens_are_not_trained_on(n_tokens, tmp_path, capsys, monkeypatch):
+    status, out, err = call(capsys, monkeypatch, "training_forms", "--tokens", n_tokens, "--out", tmp_path)
+    assert (status, out) == (1, "")
+    assert err == f"error: a number of tokens is at least 1; received {n_tokens}\n"
+
+
 def test_without_a_run_the_embedded_pair_is_measured(run):
     measured, loaded = _source.table(None, N_TOKENS).frame, AngleTable.load(run).frame
     keep = ["model", "site", "phase", "direction"]
@@ -150,6 +157,18 @@ def test_twins_saw_the_same_steps():
     assert steps["layernorm"] == steps["rmsnorm"]
     losses = frame.groupby("norm").held_out_loss.min()
     assert abs(losses["layernorm"] - losses["rmsnorm"]) < 0.1
+
+
+def test_angles_in_training_are_drawn_for_a_layer_that_all_models_have(tmp_path, capsys, monkeypatch):
+    frame = module("angles_in_training").compute()
+    first = frame.model.iloc[0]
+    short = frame[(frame.model != first) | (frame.layer < 2)]
+    assert "of layer 1 in training" in module("angles_in_training").plot(short).get_suptitle()
+    frame[frame.role == "final"].to_parquet(tmp_path / "angles.parquet")
+    status, _, err = call(capsys, monkeypatch, "angles_in_training", "--run", tmp_path, "--out", tmp_path / "out")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "no layer whose norms were measured in all models" in err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_list(capsys, monkeypatch):

@@ -118,6 +118,13 @@ def test_exactly_the_asked_number_of_tokens_and_bos_apart(tiny, ids):
     assert {k: v.tolist() for k, v in counts.items()} == {"first": [3], "bos": [3], "rest": [94]}
 
 
+@pytest.mark.parametrize("bos", [[1, 2], "<s>"])
+def test_several_ids_for_bos_are_refused(tiny, ids, untyped, bos):
+    with pytest.raises(DataError, match=f"bos is one token id, received {re.escape(repr(bos))}"):
+        measured(tiny("gpt2"), ids, bos=bos)
+    assert set(measured(tiny("gpt2"), ids, bos=np.int64(5)).sinks.tokens) == {"first", "bos", "rest"}
+
+
 def test_batches_are_reported_as_they_are_done(tiny, ids):
     seen = []
     measured(tiny("gpt2"), ids, batch=3, on_batch=seen.append)
@@ -297,7 +304,7 @@ def test_the_verdicts_numbers_are_the_tables(ids, tiny):
     assert "nan" not in text
 
 
-@pytest.mark.parametrize("options", [{"null": 0}, {"null": 1}])
+@pytest.mark.parametrize("options", [{"null": 0}, {"null": 1}, {"null": 8, "null_every": 10**6}])
 def test_a_verdict_without_a_null_ensemble_claims_no_test(ids, tiny, options):
     text = measured(tiny("gpt2"), ids, **options).verdict()
     assert "**not tested** for m: " in text

@@ -13,8 +13,10 @@ from normgeo.bench import inference_models
 from normgeo.bench import norms as norm_bench
 from normgeo.bench.inference import bench_inference, check_compiler
 from normgeo.bench.norms import NORMS, bench_norms
-from normgeo.errors import ModelError
+from normgeo.bench.stream import bench_stream
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.models import memory_explained, usable_device
+from normgeo.tokens import TokenStream
 
 NO_COMPILER = "No working C++ compiler found"
 
@@ -69,6 +71,27 @@ def test_each_mistake_is_one_line_before_anything_is_done(words, message, normge
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "--sizes", "tiny, 7m"), "no size '7m'; the sizes are tiny, 70m"),
+        (("train", "--sizes", ","), "--sizes takes one or more, comma-separated; received ','"),
+        (("train", "--sizes", "tiny", "--vocabulary", 0), "a vocabulary has at least 1 token, received 0"),
+        (("stream", "--context", 300), "contexts of 300 tokens are longer than the model's 256; give --context 256"),
+    ],
+)
+def test_benchmarks_of_steps_and_streams_refuse_what_they_cannot_run(words, message, normgeo):
+    status, out, err = normgeo("bench", *words)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_stream_is_timed_at_least_once(normgeo):
+    assert normgeo("bench", "stream", "--rounds", 0)[0] == 2
+    with pytest.raises(NormGeoError, match="at least 1 round, received 0"):
+        bench_stream(tiny("gpt2"), TokenStream.from_array([[5, 6]]), rounds=0)
 
 
 @pytest.mark.parametrize("words", [("stream",), ("train", "--sizes", "tiny")], ids=" ".join)

@@ -242,6 +242,8 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
         (("angles", "--resume", "a", "--tokens", 3), "leave out --tokens: beside --resume"),
         (("train", "--resume", "a", "--lr", 3), "leave out --lr: beside --resume only --tensorboard may be given"),
         (("angles", "--store", "s", "--sites", "nothing", "--out", "c"), "no site matches 'nothing'"),
+        (("angles", "--store", "s", "--null", -1, "--out", "c"), "--null must be at least 0, received -1"),
+        (("angles", "--store", "s", "--null-every", 0, "--out", "c"), "--null-every must be at least 1, received 0"),
         (("angles", "--store", "s", "--out", "afile/c"), "cannot write to afile/c: afile is no directory"),
         (("angles", home / "gpt2", *words[4:], "--out", "afile/c"), "cannot write to afile/c: afile is no directory"),
         (("angles", "--store", "a"), "is no store"),

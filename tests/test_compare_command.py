@@ -80,6 +80,7 @@ def test_a_model_against_itself_by_name(normgeo, tmp_path):
         (["gpt2", "nowhere/model", "--data", "ids.npy"], "cannot load the model 'nowhere/model'"),
         (["gpt2", "wide", "--data", "ids.npy"], "96 wide and those of wide 100: their vocabularies differ"),
         (["embedded-layernorm", "other", "--data", "sample"], "have different vocabularies (4,096 and 270 tokens)"),
+        (["embedded-layernorm", "other", "--data", "IDS.NPY"], "cannot read token ids from IDS.NPY"),
         (["embedded-layernorm", "embedded-rmsnorm", "--data", "empty.txt"], "has no text in it"),
         (["gpt2", "llama", "--data", "text.doc"], "no such data file"),
         (["gpt2", "llama", "--data", "ids.npy", "--tokens", "129"], "ends after 128 tokens"),
@@ -114,6 +115,24 @@ def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, wo
     assert says in " ".join(err.split())
     assert "Traceback" not in err
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_too_few_tokens_are_said_before_any_model_runs(normgeo, monkeypatch):
+    monkeypatch.setattr(comparison, "compare", lambda *_, **__: pytest.fail("compared"))
+    status, _, err = normgeo("embedded-layernorm", "embedded-rmsnorm", "--tokens", 500_000)
+    assert status == 1
+    assert "sample ends after 99,309 tokens, 500,000 were asked for" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [("float32", "Look for such values"), ("bfloat16", "Try --dtype float32")])
+def test_a_wider_dtype_is_advised_only_where_it_is_wider(normgeo, dtype, hint):
+    model = zoo.tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = torch.nan
+    model.save_pretrained("nan")
+    status, _, err = normgeo("gpt2", "nan", "--data", "ids.npy", "--dtype", dtype)
+    assert status == 1
+    assert f"nothing can be said of it. {hint}" in " ".join(err.split())
 
 
 def test_a_failure_while_writing_leaves_nothing(normgeo, tmp_path, monkeypatch):

@@ -183,6 +183,14 @@ def test_directories_of_others_are_refused(tmp_path, no_figures):
         resume_run(tmp_path / "mine")
 
 
+@pytest.mark.parametrize("config", [{}, [], {"models": ["m"], "later": 1}, {"models": ["m"], "batch": "8"}])
+def test_a_configuration_of_another_version_is_said(config, tmp_path, untyped):
+    record = {"status": "running", "models": {}, "config": config}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RunError, match=r"^run.json.* is damaged, or was written by another version of normgeo"):
+        resume_run(tmp_path)
+
+
 def test_a_run_is_not_resumed_with_other_weights_or_damage(tmp_path, monkeypatch):
     tiny("gpt2").save_pretrained(tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 32)))
@@ -218,6 +226,13 @@ def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_pa
     assert np.isfinite(uniform.mean_deg).all()
     with pytest.raises(ActivationError, match="zero or not finite"):
         start_run(RunConfig((str(tmp_path / "all"),), data, null=4), tmp_path / "b", progress=False)
+
+
+def test_ids_are_ids_in_a_file_of_either_case(tmp_path):
+    np.save(tmp_path / "ids.npy", np.full((4, 9), 5))
+    path = (tmp_path / "ids.npy").rename(tmp_path / "IDS.NPY")
+    about = job.prepare(RunConfig(data=str(path)), "embedded-layernorm").about
+    assert (about["tokenizer"], about["context"], about["n_tokens"]) == (None, 9, 36)
 
 
 def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from stores import CONTEXT, a_chunk, captured
+from stores import CONTEXT, a_chunk, captured, config
 
-from normgeo import AngleTable, HiddenStateStore
+from normgeo import AngleTable, HiddenStateStore, measure_angles
 from normgeo.angles.statistics import BINS, AngleStatistics
-from normgeo.errors import NormGeoError, StoreError
+from normgeo.errors import DataError, NormGeoError, StoreError
 from normgeo.store import scan
 from normgeo.store.layout import read_state
 from normgeo.store.scan import angles_from_store
@@ -112,6 +112,26 @@ def test_a_damaged_chunk_ends_a_scan_on_threads(copy, threads):
     a_chunk(copy).unlink()
     with pytest.raises(StoreError, match=rf"{a_chunk(copy, 1).parent}.* cannot be read"):
         angles_from_store(copy, null=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("null", -1, "--null must be at least 0, received -1"),
+        ("null_every", 0, "--null-every must be at least 1, received 0"),
+        ("seed", -1, "--seed must be at least 0, received -1"),
+        ("batch", 0, "--batch must be at least 1, received 0"),
+    ],
+)
+def test_numbers_are_refused_as_they_are_of_a_model(home, store, tiny, ids, name, value, says):
+    number = {name: value}
+    for refusing in (
+        lambda: config(home, **number),
+        lambda: measure_angles(tiny("gpt2"), ids, progress=False, **number),
+        lambda: angles_from_store(store, progress=False, **number),
+    ):
+        with pytest.raises(DataError, match=f"^{says}$"):
+            refusing()
 
 
 def test_a_wrong_scheduler_is_one_line(normgeo, store, monkeypatch):

@@ -159,6 +159,38 @@ def test_a_model_that_takes_no_token_ids_is_refused(tiny):
             measure_angles(tiny(name), [[5, 6]], progress=False)
 
 
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda model: "embedded-layernorm", "received a str, which is no model of transformers; give what load_model"),
+        (lambda model: model.lm_head, "received a Linear, .*load_model"),
+        (torch.nn.DataParallel, r"received a DataParallel, .*give the model within, its \.module"),
+    ],
+)
+def test_what_is_no_model_is_refused(tiny, ids, given, says):
+    with pytest.raises(ModelError, match=says):
+        measure_angles(given(tiny("gpt2")), ids, progress=False)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda sites, others: [sites[0].name], r"'transformer\.h\.0\.ln_1' is no site; .*find_sites.* in one string"),
+        (lambda sites, others: others, r"GPT2LMHeadModel has no module model\.layers\.0.*another model"),
+        (lambda sites, others: [*sites, sites[1]], r"the site transformer\.h\.0\.ln_2 is there twice"),
+    ],
+)
+def test_what_are_no_sites_of_the_model_is_refused(tiny, ids, given, says):
+    model = tiny("gpt2")
+    sites = given(find_sites(model), find_sites(tiny("llama")))
+    with pytest.raises(DataError, match=says):
+        measure_angles(model, ids, sites=sites, progress=False)
+    with pytest.raises(DataError, match=says):
+        run(model, ids, sites)
+
+
 @pytest.mark.parametrize(
     "error", [torch.cuda.OutOfMemoryError("CUDA out of memory."), RuntimeError("can't allocate memory: 9 bytes")]
 )

@@ -82,7 +82,7 @@ def test_arrays_that_are_no_ids_are_refused(bad):
 
 
 def write(folder, suffix, texts=TEXTS):
-    path = folder / f"data{suffix}"
+    path, suffix = folder / f"data{suffix}", suffix.lower()
     if suffix == ".jsonl":
         path.write_text("\n\n".join(json.dumps({"text": t, "title": "x"}) for t in texts) + "\n")
     elif suffix == ".parquet":
@@ -96,9 +96,9 @@ def packed(tokenizer, texts):
     return [i for t in texts for i in [*tokenizer(t)["input_ids"], tokenizer.eos_token_id]]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".JSONL", ".Parquet", ".TXT"])
 def test_text_is_packed_with_a_separator_after_each_document(tmp_path, tokenizer, suffix):
-    texts = TEXTS[:1] if suffix == ".txt" else TEXTS
+    texts = TEXTS[:1] if suffix.lower() == ".txt" else TEXTS
     path = write(tmp_path, suffix)
     assert list(read_documents(path)) == texts
     stream = load_tokens(str(path), tokenizer, 8)
@@ -239,10 +239,10 @@ def test_the_embedded_sample_is_real_text(tokenizer):
     assert len(stream.digest) == 64
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
-def test_ids_come_from_npy_without_a_tokenizer(tmp_path, dtype):
-    path = tmp_path / "ids.npy"
-    np.save(path, np.arange(40, dtype=dtype).reshape(2, 20))
+@pytest.mark.parametrize(("dtype", "suffix"), [(np.int64, ".npy"), (np.int32, ".npy"), (np.uint16, ".NPY")])
+def test_ids_come_from_npy_without_a_tokenizer(tmp_path, dtype, suffix):
+    np.save(tmp_path / "ids.npy", np.arange(40, dtype=dtype).reshape(2, 20))
+    path = (tmp_path / "ids.npy").rename(tmp_path / f"ids{suffix}")
     stream = load_tokens(path, context=15)
     found, batches = everything(stream)
     assert found.tolist() == list(range(40))
@@ -338,6 +338,14 @@ def test_an_unknown_suffix_names_the_known_ones(tmp_path, tokenizer, name):
 def test_npy_files_that_hold_no_ids_are_refused(tmp_path, content, match):
     np.save(tmp_path / "ids.npy", content, allow_pickle=True)
     refused(tmp_path / "ids.npy", None, match)
+
+
+@pytest.mark.parametrize("context", [0, -1])
+def test_contexts_without_a_token_are_refused(tokenizer, context):
+    for data, usual in (("sample", "1,024"), ([[5, 6, 7]], "3")):
+        says = f"^context must be at least 1, received {context}; leave it out for {usual}$"
+        with pytest.raises(DataError, match=says):
+            load_tokens(data, tokenizer, context)
 
 
 @pytest.mark.parametrize("content", [b"", b"not numpy", b"\x93NUMPY\x01\x00"])

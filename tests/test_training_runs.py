@@ -1,6 +1,7 @@
 """`normgeo train`: the command, killed and resumed, on one process and on two."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +17,13 @@ import transformers
 from training_zoo import articles, command, environment, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens
+from normgeo.errors import NormGeoError
 from normgeo.training import log as training_log
 from normgeo.training import train as training
 from normgeo.training.recipe import SIZES
 from normgeo.training.runs import TrainConfig, resume_training, start_training
-from normgeo.training.state import latest_state
-from normgeo.training.twins import evaluate
+from normgeo.training.state import alone, latest_state
+from normgeo.training.twins import evaluate, train_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -95,6 +97,125 @@ def test_another_text_is_not_resumed(tmp_path, normgeo):
         assert f"another {key}" in error
 
 
+# --- what is not resumed ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path, normgeo, monkeypatch):
+    """A run with a state that was stopped before its end."""
+    articles(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_state", stopping(training.save_state, at=2))
+        assert normgeo(*command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 4)[3:])[0] == 130
+    return tmp_path / "run"
+
+
+def test_another_tokenizer_of_the_same_size_is_not_resumed(stopped, normgeo):
+    record, folder = json.loads((stopped / "train.json").read_text()), stopped / "tokenizer"
+    folder.rename(stopped.parent / "kept")
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert (status, error.startswith(f"error: {folder}, the tokenizer of the run, is missing;")) == (1, True)
+    other = train_tokenizer(["Sphinx of black quartz, judge my vow, and again, and again."] * 9, 300)
+    other.add_tokens([f"<{i}>" for i in range(record["vocabulary"] - len(other))])
+    other.save_pretrained(folder)
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert status == 1
+    assert f"another tokenizer_sha256: {record['tokenizer_sha256']}, now" in error
+    shutil.rmtree(folder)
+    (stopped.parent / "kept").rename(folder)
+    older = {key: value for key, value in record.items() if key != "tokenizer_sha256"}
+    (stopped / "train.json").write_text(json.dumps(older))
+    assert not normgeo("train", "--resume", stopped)[0]
+
+
+def test_one_process_at_a_time_trains_in_a_directory(stopped, normgeo, tmp_path):
+    holding = (
+        f"import sys; from pathlib import Path; from normgeo.training.state import alone\n"
+        f"with alone(Path({str(stopped)!r})): print('in', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    ) as other:
+        assert other.stdout.readline() == b"in\n"
+        before = sorted(stopped.rglob("*"))
+        status, _, error = normgeo("train", "--resume", stopped)
+        assert status == 1
+        assert error == f"error: another process trains in {stopped}; wait for it to end, or stop it first"
+        assert sorted(stopped.rglob("*")) == before
+        other.kill()
+    assert not normgeo("train", "--resume", stopped)[0]
+
+
+def test_a_start_holds_its_directory(tmp_path):
+    articles(tmp_path)
+
+    def look(*_):
+        with pytest.raises(NormGeoError, match="another process trains in"), alone(tmp_path / "run"):
+            pass
+
+    config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), vocabulary=300, device="cpu")
+    start_training(config, small(steps=1), tmp_path / "run", report=look, progress=False)
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(stopped, normgeo, monkeypatch):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("normgeo.system.files._try", denied)
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert (status, error) == (1, f"error: cannot write {stopped}: Permission denied; give another --resume")
+
+
+@pytest.mark.parametrize("part", ["nothing", "list", "recipe", "config", "state", "data"])
+def test_records_of_another_version_are_one_line(part, stopped, normgeo):
+    file = next(stopped.glob("rmsnorm/state-*/state.json")) if part in ("state", "data") else stopped / "train.json"
+    record = json.loads(file.read_text())
+    if part in record:
+        changed = record | {part: {} if part == "data" else record[part] | {"later": 1}}
+    else:
+        changed = [] if part == "list" else {}
+    file.write_text(json.dumps(changed))
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert status == 1
+    name = file if file.name == "train.json" else file.parent
+    assert error.startswith(f"error: {name} is damaged, or was written by another version of normgeo (")
+    assert "; resume with that version, or " in error
+
+
+def test_relative_data_are_found_from_another_directory(tmp_path, normgeo, monkeypatch):
+    articles(tmp_path)
+    words = command(Path(), "run", "--norm", "rmsnorm", "--steps", 4)[3:]
+    assert "text.jsonl" in words
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save_state", stopping(training.save_state, at=2))
+        assert normgeo(*words)[0] == 130
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not normgeo("train", "--resume", tmp_path / "run")[0]
+    assert TrainConfig(data="sample").absolute() == TrainConfig(data="sample")
+
+
+# --- what is not started ----------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_leaves_the_directory_that_was_there(tmp_path, normgeo, monkeypatch):
+    articles(tmp_path)
+    (tmp_path / "mine").mkdir()
+    words = command(tmp_path, "mine", "--save-every", 100, "--lr", 1e30, "--warmup", 0)[3:]
+    words[words.index(str(tmp_path / "mine"))] = "."
+    monkeypatch.chdir(tmp_path / "mine")
+    status, _, error = normgeo(*words)
+    assert status == 1
+    assert "lower the learning rate (--lr, now 1e+30) in a new run" in error
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_small_rates_are_shown(tmp_path, normgeo):
+    articles(tmp_path)
+    words = command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 2, "--lr", 3e-6)[3:]
+    assert "'lr': 3e-06" in normgeo(*words, "--warmup", 1, "--evaluate-every", 1)[1]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -131,6 +252,9 @@ def test_a_tokenizer_in_python_is_resumed(tmp_path):
         (("--data", "text.jsonl", "--vocabulary", 256), "--vocabulary must be at least 257, received 256"),
         (("--data", "ids.npy", "--vocabulary", 0), "--vocabulary must be at least 1, received 0"),
         (("--data", "ids.npy", "--tokenizer", "t"), "ids.npy holds token ids, which need no tokenizer"),
+        (("--data", "IDS.NPY", "--tokenizer", "t"), "IDS.NPY holds token ids, which need no tokenizer"),
+        (("--data", "ids.npy", "--exclude", "held.jsonl"), "ids.npy holds token ids, which have no documents to leave"),
+        (("--data", "text.jsonl", "--exclude", "ids.npy"), "--exclude takes documents, as .jsonl, .parquet or .txt,"),
         (("--data", "text.jsonl", "--tokenizer", "t", "--vocabulary", 300), "the tokenizer t has a vocabulary of its"),
         (("--vocabulary", 300), "the tokenizer openai-community/gpt2 has a vocabulary of its own: leave out"),
     ],

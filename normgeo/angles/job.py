@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from normgeo.angles.measure import select_sites
+from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import (
     EMBEDDED,
@@ -26,9 +26,9 @@ from normgeo.models import (
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.timing import device_name
-from normgeo.tokens import TokenStream, load_tokens
+from normgeo.tokens import TokenStream, holds_ids, load_tokens
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "prepare"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -57,20 +57,25 @@ class RunConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        least_of = (("tokens", 1), ("context", 1), ("batch", 1), ("null", 0), ("null_every", 1), ("seed", 0))
-        for name, least in least_of:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise NormGeoError(f"--{name.replace('_', '-')} must be at least {least}, received {value}")
+        check_numbers(**{name: getattr(self, name) for name in LEAST})
         pick_dtype(self.dtype, self.device)
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
     @classmethod
-    def recorded(cls, record: dict[str, Any]) -> RunConfig:
-        """What `dataclasses.asdict` and JSON made of one."""
-        options: dict[str, Any] = record | {"models": tuple(record["models"])}
-        return cls(**options)
+    def recorded(cls, record: Any, where: Path | str = "run.json, or a store's record,") -> RunConfig:
+        """What `dataclasses.asdict` and JSON made of one, in the file `where`.
+
+        Raises:
+            RunError: it is damaged, or of another version of normgeo.
+        """
+        try:
+            return cls(**record | {"models": tuple(record["models"])})
+        except (LookupError, TypeError) as error:
+            raise RunError(
+                f"{where} is damaged, or was written by another version of normgeo: its configuration is not what this "
+                f"version reads ({type(error).__name__}: {error}); resume with that version, or start again elsewhere"
+            ) from error
 
     @property
     def source(self) -> str:
@@ -135,7 +140,7 @@ def prepare(
         revision=config.revision, trust_remote_code=trust,
     )  # fmt: skip
     tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
-    is_ids = config.source.endswith(".npy")
+    is_ids = holds_ids(config.source)
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
     if context is not None:
         check_context(model, context)
@@ -145,7 +150,7 @@ def prepare(
         n_tokens = before["n_tokens"]
         tokens.marks[:] = map(tuple, before.get("marks", ()))
     else:
-        tokens, n_tokens = _counted(tokens, config.tokens, first)
+        tokens, n_tokens = counted(tokens, config.tokens, DEFAULT_TOKENS, first)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
     for length in {min(tokens.context, n_tokens), n_tokens % tokens.context} - {0}:  # the last context may be shorter
         check_pass(model, sites, length)
@@ -178,15 +183,16 @@ def prepare(
     return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
 
 
-def _counted(
-    tokens: TokenStream, asked: int | None, first: Callable[[str, Callable[[], Any]], Any]
-) -> tuple[TokenStream, int]:
-    """The tokens, and so many of them as were asked for; else a million, or all where a local source has fewer.
+def counted(
+    tokens: TokenStream, asked: int | None, default: int,
+    first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
+) -> tuple[TokenStream, int]:  # fmt: skip
+    """The tokens, and so many of them as were asked for; else the default, or all where a local source has fewer.
 
     Raises:
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
-    most = asked or DEFAULT_TOKENS
+    most = asked or default
     if tokens.digest.startswith("wikimedia/"):
         return tokens, most
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from normgeo.angles.verdict import verdict
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite, find_sites
-from normgeo.stream import check_context, stream
+from normgeo.stream import check_context, check_sites, stream
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
-__all__ = ["AngleTable", "measure_angles", "new_statistics", "select_sites"]
+__all__ = ["AngleTable", "check_numbers", "measure_angles", "new_statistics", "select_sites"]
 
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
+LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0}
 
 
 class AngleTable:
@@ -236,6 +238,17 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
     return [s for s in sites if any(s in found for found in matching.values())]
 
 
+def check_numbers(**numbers: int | None) -> None:
+    """Refuse what is too small of a measurement's numbers, by their names in `LEAST`; None is the default.
+
+    Raises:
+        DataError: which one it is, and what it must be.
+    """
+    for name, value in numbers.items():
+        if value is not None and value < LEAST[name]:
+            raise DataError(f"--{name.replace('_', '-')} must be at least {LEAST[name]}, received {value}")
+
+
 def new_statistics(
     model: PreTrainedModel,
     sites: Sequence[NormSite],
@@ -248,13 +261,14 @@ def new_statistics(
     """Empty statistics for these sites of a model, with the directions of a seed.
 
     Raises:
-        DataError: there are no sites, or a number is too small.
+        DataError: there are no sites, or not the model's, a number is too small, or `bos` is no token id.
     """
     if not sites:
         raise DataError("there are no sites to measure at")
-    for name, value, least in (("null", null, 0), ("null_every", null_every, 1), ("seed", seed, 0)):
-        if value < least:
-            raise DataError(f"{name} must be at least {least}, received {value}")
+    check_sites(model, sites)
+    check_numbers(null=null, null_every=null_every, seed=seed)
+    if bos is not None and not isinstance(bos, Integral):
+        raise DataError(f"bos is one token id, received {bos!r}; give the one that begins a document")
     directions = {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
     return AngleStatistics(sites, directions, device=model.device, bos=bos, null_every=null_every)
 
@@ -291,9 +305,10 @@ def measure_angles(
         on_batch: called after every batch.
 
     Raises:
-        DataError: ids beyond the vocabulary, contexts too long for the model, or too few tokens.
+        DataError: ids beyond the vocabulary, contexts too long for the model, too few tokens, sites of another model,
+            or a number out of range.
         ActivationError: hidden states without an angle.
-        ModelError: a model that takes no tokens or has no norms.
+        ModelError: what is no model of transformers, takes no tokens or has no norms.
 
     >>> from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
     >>> tokenizer = load_tokenizer("embedded-layernorm")
@@ -302,6 +317,7 @@ def measure_angles(
     >>> int(table.frame.n_tokens.max())
     500
     """
+    check_numbers(tokens=n_tokens, batch=batch)
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     chosen = select_sites(find_sites(model), sites) if sites is None or isinstance(sites, str) else list(sites)

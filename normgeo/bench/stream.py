@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.angles.measure import measure_angles, new_statistics
-from normgeo.errors import DataError
+from normgeo.errors import DataError, NormGeoError
 from normgeo.models import base_model, load_model, load_tokenizer, twin
 from normgeo.sites import NormSite, find_sites
-from normgeo.stream import forward, stream
+from normgeo.stream import check_context, forward, stream
 from normgeo.system.memory import memory_kept
 from normgeo.system.timing import device_name, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
@@ -69,8 +69,12 @@ def bench_stream(
         quartiles `q25` and `q75`; `seconds` is the median time itself.
 
     Raises:
-        DataError: the stream is empty.
+        DataError: the stream is empty, or its contexts are longer than the model has positions for.
+        NormGeoError: fewer than one round.
     """
+    if rounds < 1:
+        raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    check_context(model, tokens.context)
     sites = find_sites(model)
     batches = _alike(tokens, batch, rounds + 1)
     runs = _variants(model, sites, null, null_every)

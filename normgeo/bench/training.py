@@ -108,10 +108,12 @@ def bench_training(
         where. The form without norms is `layernorm` without `norms`. `breakdown` makes shares of them.
 
     Raises:
-        NormGeoError: fewer than one round, or no such device.
+        NormGeoError: fewer than one round or token, or no such device.
     """
     if rounds < 1:
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    if vocabulary < 1:
+        raise NormGeoError(f"a vocabulary has at least 1 token, received {vocabulary}")
     device = usable_device(device)
     ids = torch.randint(vocabulary, (recipe.batch, recipe.context), generator=torch.Generator().manual_seed(seed))
     steps = _variants(recipe, vocabulary, ids.to(device))

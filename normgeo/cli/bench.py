@@ -119,9 +119,9 @@ def bench_norms(
 def bench_stream(
     model: Annotated[str, typer.Argument(help="Hub id or local directory.")] = "embedded-layernorm",
     data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
-    context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
-    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.")] = 7,
+    context: Annotated[int, typer.Option(help="Tokens the model sees together.", min=1)] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.", min=1)] = 7,
     device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
@@ -190,7 +190,7 @@ def bench_train(
     quiet()
     check_file(out)
     raw = []
-    recipes = {size: recipe_for(size, batch=batch, context=context) for size in sizes.split(",")}
+    recipes = {size: recipe_for(size, batch=batch, context=context) for size in _words(sizes, "--sizes")}
     for size, recipe in recipes.items():
         times = training_bench.bench_training(
             recipe, vocabulary=vocabulary, rounds=rounds, device=device, progress=True

@@ -61,7 +61,8 @@ def train(
     where = resume or out or training_runs.default_out(size)
 
     def report(kind: str, row: dict[str, float]) -> None:
-        console.print(kind, {"step": int(row["step"])} | {k: round(v, 4) for k, v in row.items() if k != "step"})
+        values = {k: float(f"{v:.5g}") for k, v in row.items() if k != "step"}  # rates are small numbers
+        console.print(kind, {"step": int(row["step"])} | values)
 
     try:
         if resume:

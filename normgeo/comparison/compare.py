@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo import figures
+from normgeo.angles.job import counted
 from normgeo.angles.measure import measure_angles
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.agreement import agreements
@@ -36,7 +37,7 @@ from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, numbered, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, synchronize
-from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
 
 __all__ = ["Comparison", "compare", "compare_run", "default_out"]
 
@@ -298,14 +299,13 @@ def compare_run(
     }
     data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
-    is_ids = data.endswith(".npy")
+    is_ids = holds_ids(data)
     tokenizer = None if is_ids else _shared_tokenizer((a, b), trust_remote_code)
     tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
     if naive:
         first = next(iter(models))
         models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
-    if n_tokens is None:
-        tokens, n_tokens = tokens.counted(DEFAULT_TOKENS)
+    tokens, n_tokens = counted(tokens, n_tokens, DEFAULT_TOKENS)
     announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
     result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
                      progress=progress)  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normgeo.angles.measure import AngleTable, select_sites
+from normgeo.angles.measure import AngleTable, check_numbers, select_sites
 from normgeo.angles.runs import default_out, disk_explained, save_record, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError, StoreError
@@ -102,8 +102,10 @@ def angles_from_store(
 
     Raises:
         StoreError: the store is damaged, holds nothing, or was captured without its inputs.
+        DataError: a number is too small, or `sites` matches none.
         NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
     """
+    check_numbers(null=null, null_every=null_every, seed=seed, batch=batch)
     store = HiddenStateStore(path)
     if not store.n_tokens:
         raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")

@@ -1,6 +1,7 @@
 """`normgeo train`: a directory of twins that a kill cannot damage and that `--resume` finishes.
 
 train.json                  what is trained, on what, how
+lock                        held by the process that trains
 tokenizer/                  the tokenizer that all twins share
 <norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
 <norm>/tensorboard/         with --tensorboard, every step's losses
@@ -14,8 +15,8 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from typing import Any, NamedTuple
 import accelerate
 
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.models import load_tokenizer
+from normgeo.models import load_tokenizer, tokenizer_digest
 from normgeo.system.files import check_folder, numbered, taken
-from normgeo.tokens import SAMPLE, TokenStream, load_tokens, read_documents
+from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import NORMS, Recipe, described
-from normgeo.training.state import checkpoint_path, whole_directory, write_json
+from normgeo.training.state import alone, checkpoint_path, unreadable, whole_directory, write_json
 from normgeo.training.train import start_accelerator, train
 from normgeo.training.twins import train_tokenizer
 
@@ -68,6 +69,11 @@ class TrainConfig:
         """The twins to train, in order."""
         return ("layernorm", "rmsnorm") if self.norm == "both" else (self.norm,)
 
+    def absolute(self) -> TrainConfig:
+        """The same for a process that works in another directory; of the tokenizer the run has a copy."""
+        data = self.data if self.data in (*HUB, "sample") else str(Path(self.data).absolute())
+        return replace(self, data=data, exclude=self.exclude and str(Path(self.exclude).absolute()))
+
 
 def default_out(size: str) -> Path:
     """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
@@ -95,47 +101,59 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
     record = {
-        "config": asdict(config), "recipe": described(recipe), "vocabulary": given.vocabulary,
-        "data_sha256": given.corpus.digest, "packing": given.corpus.packing,
-        "exclude_sha256": _digest(given.excluded), "status": "running",
+        "config": asdict(config.absolute()), "recipe": described(recipe), "packing": given.corpus.packing,
+        **given.about(), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip
-    if state.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
-        if given.tokenizer is not None:
-            with whole_directory(out / "tokenizer") as scratch:
-                given.tokenizer.save_pretrained(scratch)
-        write_json(out / "train.json", record)
-    state.wait_for_everyone()
-    try:
-        return _train_all(config, recipe, out, record, given, **options)
-    except NormGeoError as error:
-        if state.is_main_process and not isinstance(error, RunError) and not any(out.glob("*/state-*")):
-            shutil.rmtree(out)  # resumed, it would fail in the same way
-        raise
+    made = not out.exists()
+    with alone(out) if state.is_main_process else nullcontext():
+        try:
+            if state.is_main_process:
+                if given.tokenizer is not None:
+                    with whole_directory(out / "tokenizer") as scratch:
+                        given.tokenizer.save_pretrained(scratch)
+                record["tokenizer_sha256"] = _tokenizer_digest(out)
+                write_json(out / "train.json", record)
+            state.wait_for_everyone()
+            return _train_all(config, recipe, out, record, given, **options)
+        except NormGeoError as error:
+            again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
+            if state.is_main_process and (again or not (out / "train.json").is_file()):
+                _discard(out, config, made)
+            raise
 
 
 def resume_training(out: Path, **options: Any) -> dict[str, Path]:
     """Finish an interrupted training with the settings it was started with.
 
     Raises:
-        RunError: there is none, it is complete, or the data are others now.
+        RunError: there is none, it is complete, another process is at it, the data or the tokenizer are others now or
+            missing, or nothing can be written.
     """
-    record = _read(out)
-    if record["status"] == "complete":
-        raise RunError(f"the training in {out} is complete")
-    config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
-    folder = out / "tokenizer"
-    given = _prepared(config, recipe, folder if folder.is_dir() else None)
-    found = {
-        "data_sha256": given.corpus.digest, "vocabulary": given.vocabulary,
-        "exclude_sha256": _digest(given.excluded),
-    }  # fmt: skip
-    for key, now in found.items():
-        if record.get(key) != now:
-            raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
-    return _train_all(config, recipe, out, record, given, **options)
+    record, config, recipe = _read(out)
+    check_folder(out, "--resume")
+    state = accelerate.PartialState(cpu=config.device == "cpu")
+    with alone(out) if state.is_main_process else nullcontext():
+        given = _prepared(config, recipe, _stored(out, config))
+        found = given.about()
+        if "tokenizer_sha256" in record:  # runs of older versions have none
+            found["tokenizer_sha256"] = _tokenizer_digest(out)
+        for key, now in found.items():
+            if record.get(key) != now:
+                raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
+        return _train_all(config, recipe, out, record, given, **options)
+
+
+def _discard(out: Path, config: TrainConfig, made: bool) -> None:
+    """Remove what a start has written, and the directory where it made it."""
+    for name in ("tokenizer", *config.norms):
+        shutil.rmtree(out / name, ignore_errors=True)
+    with suppress(OSError):  # it would hide why the start failed
+        for name in ("train.json", "lock"):
+            (out / name).unlink(missing_ok=True)
+        if made:
+            out.rmdir()
 
 
 class _Given(NamedTuple):
@@ -147,27 +165,59 @@ class _Given(NamedTuple):
     excluded: set[str]
     held_out: TokenStream | None
 
+    def about(self) -> dict[str, Any]:
+        """What a run records of it, and compares when it is resumed."""
+        return {
+            "data_sha256": self.corpus.digest, "vocabulary": self.vocabulary, "exclude_sha256": _digest(self.excluded),
+        }  # fmt: skip
+
 
 def _digest(documents: set[str]) -> str:
     """sha256 of documents, whatever their order."""
     return hashlib.sha256(json.dumps(sorted(documents)).encode()).hexdigest()
 
 
-def _read(out: Path) -> dict[str, Any]:
+def _tokenizer_digest(out: Path) -> str | None:
+    """sha256 of the tokenizer that a resumed run would load; None where there is none."""
+    tokenizer = load_tokenizer(out / "tokenizer") if (out / "tokenizer").is_dir() else None
+    return None if tokenizer is None else tokenizer_digest(tokenizer)
+
+
+def _read(out: Path) -> tuple[dict[str, Any], TrainConfig, Recipe]:
+    """The record of a training that is to be finished, and the settings in it."""
     path = out / "train.json"
     if not path.is_file():
         raise RunError(f"{out} holds no train.json; there is no training to resume")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+        record = json.loads(path.read_text())
+        complete = record["status"] == "complete"
+        config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
+    except (ValueError, LookupError, TypeError, NormGeoError) as error:
+        raise unreadable(path, error, "start again in another directory") from error
+    if complete:
+        raise RunError(f"the training in {out} is complete")
+    return record, config, recipe
+
+
+def _stored(out: Path, config: TrainConfig) -> Path | None:
+    """The tokenizer that all twins share; None where they are trained on ids."""
+    folder = out / "tokenizer"
+    if holds_ids(config.data):
+        return None
+    if not folder.is_dir():
+        raise RunError(f"{folder}, the tokenizer of the run, is missing; put it back, or start a new run")
+    return folder
 
 
 def _check(config: TrainConfig) -> None:
     """Refuse what would be ignored, and a vocabulary that cannot hold every byte and the end of a text."""
-    ids, name = config.data.endswith(".npy"), config.tokenizer or (GPT2 if config.data in HUB else None)
+    ids, name = holds_ids(config.data), config.tokenizer or (GPT2 if config.data in HUB else None)
     if ids and config.tokenizer:
         raise NormGeoError(f"{config.data} holds token ids, which need no tokenizer: leave out --tokenizer")
+    if ids and config.exclude:
+        raise NormGeoError(f"{config.data} holds token ids, which have no documents to leave out: leave out --exclude")
+    if config.exclude and holds_ids(config.exclude):
+        raise NormGeoError(f"--exclude takes documents, as .jsonl, .parquet or .txt, no token ids: {config.exclude}")
     if config.vocabulary is None:
         return
     if name:
@@ -190,7 +240,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Give
 
 
 def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
-    if config.data.endswith(".npy"):
+    if holds_ids(config.data):
         return None
     name = stored or config.tokenizer or (GPT2 if config.data in HUB else None)
     if name is None:

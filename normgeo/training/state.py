@@ -24,8 +24,17 @@ from torch import Tensor
 
 from normgeo.errors import NormGeoError, RunError
 
-__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "whole_directory", "write_json"]
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
+__all__ = [
+    "alone", "checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "whole_directory",
+    "write_json",
+]  # fmt: skip
+
+AFRESH = "remove it, and the run starts from its beginning"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -35,6 +44,35 @@ def _is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keep all other processes from training in a directory while inside; it is made where there is none.
+
+    The system's lock on a file is free again when its holder has ended, however it ended.
+
+    Raises:
+        RunError: another process trains there.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("a") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"another process trains in {out}; wait for it to end, or stop it first") from error
+        except OSError:
+            pass  # some network disks have no locks
+        yield
+
+
+def unreadable(path: Path, error: Exception, instead: str) -> RunError:
+    """What is said of a record that is damaged, or lacks what this version of normgeo reads or has what it does not."""
+    return RunError(
+        f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
+        f"with that version, or {instead}"
+    )
 
 
 @contextmanager
@@ -118,7 +156,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         return safetensors.torch.load_file(path / "training.safetensors"), json.loads((path / "state.json").read_text())
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise RunError(f"{path} is damaged ({error}); remove it, and the run starts from its beginning") from error
+        raise unreadable(path, error, AFRESH) from error
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -33,7 +33,16 @@ from normgeo.training import figures as training_figures
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
 from normgeo.training.recipe import Recipe, checkpoint_steps, described, learning_rate
-from normgeo.training.state import checkpoint_path, latest_state, load_state, save_state, whole_directory, write_json
+from normgeo.training.state import (
+    AFRESH,
+    checkpoint_path,
+    latest_state,
+    load_state,
+    save_state,
+    unreadable,
+    whole_directory,
+    write_json,
+)
 from normgeo.training.twins import build_twin, evaluate, save_twin
 
 __all__ = ["Trainer", "start_accelerator", "train"]
@@ -172,10 +181,10 @@ class Trainer:
         if math.isfinite(value) or (what == "gradient" and self.accelerator.scaler is not None):
             return value
         safe = latest_state(self.folder) if self.folder is not None else None
-        kept = f"; the state before it is in {safe}" if safe else ""
+        kept = f": --resume goes on at the same rate from the state before it, {safe}" if safe else ""
         raise NormGeoError(
             f"the {what} of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
-            f"(--lr, now {self.recipe.lr}){kept}"
+            f"(--lr, now {self.recipe.lr}) in a new run{kept}"
         )
 
     def run(
@@ -289,10 +298,13 @@ class Trainer:
             parameter.copy_(_part(stored, parameter))
             moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
             self._adam.state[parameter] = {m: v if m == "step" else _part(v, parameter) for m, v in moments.items()}
-        if self.accelerator.scaler is not None and about["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(about["scaler"])
-        self.corpus.seek(about["data"])
-        self.step, self.rows = about["step"], [tuple(row) for row in tensors["curve"].tolist()]
+        try:
+            if self.accelerator.scaler is not None and about["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(about["scaler"])
+            self.corpus.seek(about["data"])
+            self.step, self.rows = int(about["step"]), [tuple(row) for row in tensors["curve"].tolist()]
+        except (LookupError, TypeError, ValueError) as error:
+            raise unreadable(path, error, AFRESH) from error
 
 
 def _check_sharding(norm: str, version_2: bool) -> None:
