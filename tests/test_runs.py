@@ -251,3 +251,17 @@ def test_a_last_context_that_the_model_pads_is_refused_before_the_run(tmp_path, 
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     start_run(replace(config, tokens=64), tmp_path / "whole", progress=False)
     assert set(AngleTable.load(tmp_path / "whole").frame.query("direction != 'null'").n_tokens) == {64}
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_failed_start_leaves_what_was_there(made, tmp_path, monkeypatch):
+    """The directory too where somebody had made it, and works in it."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run" if made else tmp_path)
+    out = runs.Path("." if made else "new")
+    np.save(tmp_path / "ids.npy", np.full((4, 64), 10**6))  # beyond the vocabulary: found when it is measured
+    with pytest.raises(DataError, match="beyond the model's vocabulary"):
+        start_run(RunConfig(**SMALL | {"tokens": 200}, data=str(tmp_path / "ids.npy")), out, progress=False)
+    (tmp_path / "ids.npy").unlink()
+    assert not [path for path in tmp_path.rglob("*") if path.name != "run"]
+    assert (tmp_path / "run").is_dir()

@@ -63,7 +63,7 @@ class RunConfig:
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
     @classmethod
-    def recorded(cls, record: Any, where: Path | str = "run.json, or a store's record,") -> RunConfig:
+    def recorded(cls, record: Any, where: Path | str) -> RunConfig:
         """What `dataclasses.asdict` and JSON made of one, in the file `where`.
 
         Raises:

@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import EMBEDDED
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, numbered, taken, write_whole
+from normgeo.system.files import check_folder, emptied, numbered, taken, write_whole
 from normgeo.system.progress import progress_bar
 
 __all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
@@ -61,11 +60,12 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
     if taken(out):
         raise RunError(f"{out} exists and is no run; give another --out")
     check_folder(out)
+    made = not out.exists()
     try:
         return _execute(config, out, {"status": "new", "models": {}}, **options)
     except NormGeoError:
         if out.exists() and not any(out.glob("state/*.safetensors")):
-            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+            emptied(out, whole=made)  # nothing was measured: leave nothing behind
         raise
 
 
@@ -80,7 +80,7 @@ def resume_run(out: Path, **options: Any) -> AngleTable:
     record = _read(out)
     if record["status"] == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    return _execute(RunConfig.recorded(record["config"]), out, record, **options)
+    return _execute(RunConfig.recorded(record["config"], out / "run.json"), out, record, **options)
 
 
 def _read(out: Path) -> dict[str, Any]:

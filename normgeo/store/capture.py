@@ -116,7 +116,7 @@ def resume_capture(
     storage = storage_at(path)
     record = ranks.first("interrupted", lambda: _interrupted(storage))
     stored = record["capture"]
-    run = RunConfig.recorded(stored["run"])
+    run = RunConfig.recorded(stored["run"], f"the record of {path}")
     config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
     return _capture(config, storage, record, ranks, announce, progress)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from normgeo.errors import RunError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["check_file", "check_folder", "numbered", "taken", "write_table", "write_whole"]
+__all__ = ["check_file", "check_folder", "emptied", "numbered", "taken", "write_table", "write_whole"]
 
 PARTIAL = ".partial"
 
@@ -45,6 +46,17 @@ def numbered(stem: Path) -> Path:
     """A path that is not there yet: this one, or with -2, -3 and so on behind it."""
     names = itertools.chain([stem.name], (f"{stem.name}-{number}" for number in itertools.count(2)))
     return next(path for path in map(stem.with_name, names) if not path.exists())
+
+
+def emptied(out: Path, *, whole: bool) -> None:
+    """Remove what was written to a directory that was empty or not there; the directory too, if `whole`."""
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if whole:
+        out.rmdir()
 
 
 def check_folder(out: Path, option: str = "--out") -> None:
