@@ -26,7 +26,7 @@ def grid(
     for column, title in enumerate(columns):
         axes[0, column].set_title(title)
         axes[-1, column].set_xlabel(xlabel)
-        axes[-1, column].xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[-1, column].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure, axes
 
 

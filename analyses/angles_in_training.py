@@ -31,6 +31,12 @@ def compute(run: Path | None = None) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """The middle layer, LayerNorm above RMSNorm: fig. 4."""
-    layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
-    return training_figures.one_layer(frame, int(layers[len(layers) // 2]))
+    """The middle layer, LayerNorm above RMSNorm: fig. 4.
+
+    Raises:
+        DataError: the models have no layer in common.
+    """
+    layer = training_figures.middle_layer(frame)
+    if layer is None:
+        raise DataError("there is no layer whose norms were measured in all models: nothing to draw; leave out --sites")
+    return training_figures.one_layer(frame, layer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -13,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "draw", "plain", "save"]
+__all__ = ["KINDS", "draw", "legend", "plain", "save"]
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -43,15 +45,32 @@ def plain(name: str) -> str:
     return name.replace("$", r"\$")
 
 
+def legend(figure: matplotlib.figure.Figure, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
+    """One legend below all axes, with fewer columns where the labels are too long for so many.
+
+    Args:
+        figure: of the width of a text.
+        handles: what is drawn.
+        labels: what it is called, as `plain` has it.
+        columns: at most.
+    """
+    for ncols in range(columns, 0, -1):
+        made = figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, borderpad=0)
+        if ncols == 1 or made.get_window_extent().width <= figure.bbox.width:
+            return
+        made.remove()
+
+
 def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
     """(stack, role) in the order of the model, single points last."""
     keys = part[["stack", "role"]].drop_duplicates().itertuples(index=False, name=None)
     return sorted(keys, key=lambda k: k[1] in ("embedding", "final", "head"))
 
 
-def _title(stack: str, role: str, several: bool) -> str:
+def _names(stack: str, role: str, several: bool) -> list[str]:
+    """What a role is called, and before it its stack where there are several."""
     name = ROLE_LABELS.get(role, role)
-    return f"{stack.split('.')[-2] if '.' in stack else stack}: {name}" if several and stack else name
+    return [stack.split(".")[-2] if "." in stack else stack, name] if several and stack else [name]
 
 
 def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
@@ -63,8 +82,9 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     _styled()
     frame = frame[frame.model == model]
     panels, phases = _panels(frame), ("pre", "post")
-    sizes = [max(0.28, frame[(frame["stack"] == s) & (frame.role == r)].layer.nunique() / 6) for s, r in panels]
-    ratios = [min(size, 1.0) for size in sizes]
+    narrowest, size = (0.28, 8) if len(panels) < 6 else (0.55, 7)
+    sizes = [max(narrowest, frame[(frame["stack"] == s) & (frame.role == r)].layer.nunique() / 6) for s, r in panels]
+    ratios = [min(each, 1.0) for each in sizes]
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 4.0), layout="constrained")
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
     several = frame["stack"].nunique() > 1
@@ -74,7 +94,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
             here = frame[(frame["stack"] == stack) & (frame.role == role) & (frame.phase == phase)]
             _angle_panel(axes, here)
             if row == 0:
-                axes.set_title(_title(stack, role, several))
+                axes.set_title("\n".join(_names(stack, role, several)), fontsize=size)
             if column == 0:
                 axes.set_ylabel(f"{phase}-norm (degrees)")
             if row == 1:
@@ -82,7 +102,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
             if here.layer.nunique() == 1:
                 axes.set_xticks([here.layer.iloc[0]])
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    legend(figure, handles, labels, columns=5)
     figure.suptitle(f"{plain(model)}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 
@@ -104,7 +124,7 @@ def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
                 rows.layer + 0.18 * (k - 1), rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color,
                 markersize=2.5, elinewidth=0.8, capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
             )  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.08)
 
 
@@ -123,7 +143,7 @@ def _by_layer(
         part = frame[frame.model == model]
         axes.set(title=plain(model), xlabel="layer")
         axes.set_yscale("log" if log else "linear")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         panels.append((axes, model, part))
     for axes in list(grid.flat)[len(models) :]:
         axes.remove()
@@ -138,7 +158,7 @@ def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
     markers = "os^Dv<>pPX*h"
     for k, (stack, role) in enumerate(_panels(part)):
         rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer")
-        label = _title(stack, role, part["stack"].nunique() > 1)
+        label = ": ".join(_names(stack, role, part["stack"].nunique() > 1))
         axes.plot(
             rows.layer, rows[value], marker=markers[k % 12], markersize=3, linewidth=1, color=palette[k % 10],
             label=label, zorder=3,
@@ -150,7 +170,7 @@ def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
     for axes, _, _ in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=4, frameon=False)  # pyright: ignore
+    legend(figure, list(entries.values()), list(entries), columns=4)
 
 
 def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:

@@ -1,7 +1,9 @@
 import matplotlib.figure
 import pytest
+import zoo
 
-from normgeo import figures
+from analyses import _axes
+from normgeo import compare, figures
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
 
@@ -85,3 +87,62 @@ def test_a_table_without_a_null_ensemble_draws(tiny, ids):
     table = measure_angles(tiny("gpt2"), ids, null=0, progress=False)
     for kind in figures.KINDS:
         assert drawn(table.plot(kind))
+
+
+def boxes(figure, artists):
+    """Where a figure shows some of its artists, each within the figure and beside the others."""
+    figure.draw_without_rendering()
+    found = [artist.get_window_extent() for artist in artists]
+    for k, box in enumerate(found):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+        assert not any(box.overlaps(other) for other in found[:k])
+    return found
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_titles_of_two_stacks_lie_beside_each_other(ids, layers):
+    table = measure_angles(zoo.tiny("t5", num_layers=layers), ids, null=2, progress=False)
+    figure = table.plot("angles")
+    titles = [axes.title for axes in figure.axes[:7]]
+    assert titles[3].get_text() == "decoder\npre-cross-attention"
+    boxes(figure, [*titles, figure.legends[0]])
+
+
+@pytest.mark.parametrize("within", ["", "k1/", "/home/someone/experiments/2026/of-normalization/in-transformers/"])
+def test_long_names_fit_into_the_legend_of_a_comparison(ids, tiny, within):
+    names = [f"{within}{norm}/checkpoints/step-00000030" for norm in ("layernorm", "rmsnorm")]
+    models = dict(zip([*names, f"{names[0]}, naive RMSNorm"], map(tiny, ("gpt2", "llama", "llama")), strict=True))
+    figure = compare(models, ids[:2, :9], null=2, rounds=0, progress=False).plot()
+    boxes(figure, figure.legends)
+    shown = ["".join(text.get_text().split()) for text in figure.legends[0].get_texts()]  # whole, on however many lines
+    assert shown == [name.replace(" ", "") for name in models]
+
+
+def test_short_names_share_a_line_of_the_legend(ids, tiny):
+    figure = compare({"a": tiny("gpt2"), "b": tiny("llama")}, ids[:2, :9], null=2, rounds=0, progress=False).plot()
+    figure.draw_without_rendering()
+    assert len({text.get_window_extent().y0 for text in figure.legends[0].get_texts()}) == 1
+
+
+def layer_ticks(figure):
+    """The numbers below axes that are labelled with layers."""
+    figure.draw_without_rendering()
+    below = [axes for axes in figure.axes if axes.get_xlabel() == "layer"]
+    shown = [tick for axes in below for tick in axes.get_xticks() if axes.viewLim.x0 <= tick <= axes.viewLim.x1]
+    assert len(shown) >= len(below) > 0
+    return set(shown)
+
+
+def test_one_layer_has_one_tick(ids):
+    model = zoo.tiny("gpt2", n_layer=1)
+    table = measure_angles(model, ids, null=2, progress=False)
+    attention = AngleTable(table.frame[table.frame.role == "attention"], table.sinks)
+    for kind in ("energy", "norms", "rotation"):
+        assert layer_ticks(attention.plot(kind)) == {0}
+    models = {"a": model, "b": zoo.tiny("llama", num_hidden_layers=1)}
+    figure = compare(models, ids[:2, :9], null=2, rounds=0, progress=False).plot()
+    assert layer_ticks(figure) == {0}
+    figure, grid = _axes.grid(1, ["a model"])
+    grid[0, 0].plot([3], [90], "o")
+    assert layer_ticks(figure) == {3}

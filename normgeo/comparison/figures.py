@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 import matplotlib.figure
@@ -15,7 +16,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import ROLE_LABELS, STYLE, WIDTH, plain
+from normgeo.figures import ROLE_LABELS, STYLE, WIDTH, legend, plain
 
 __all__ = ["plot", "table"]
 
@@ -106,7 +107,7 @@ def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figur
     grid = _angle_panels(upper, uniform, models)
     _metric_panels(lower, metrics)
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    legend(figure, handles, labels, columns=3)
     figure.suptitle("Angles to the uniform vector (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 
@@ -141,15 +142,16 @@ def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -
         rows = here[here.model == model].sort_values("layer")
         shift = 0.2 * (k - (len(models) - 1) / 2)
         x = np.full(len(rows), shift) if single else rows.layer + shift
+        label = plain(textwrap.fill(model, 90))  # a long path is longer than a line
         axes.errorbar(
             x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=COLORS[k % len(COLORS)],
-            markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=plain(model), zorder=3,
+            markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=label, zorder=3,
         )  # fmt: skip
     if single:
         axes.set_xticks([])
         axes.set_xlim(-0.5, 0.5)
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 MARKERS = "os^Dv<>P"

@@ -4,7 +4,8 @@ run.json                  what is measured on what: configuration, checkpoints a
 parts/<model>-<step>.parquet    one per checkpoint that is done, with what it was measured on: what a resumed run does
                           not do again
 angles.parquet            all of them, with a column `step`
-figures/                  angles by step, of every layer and of the middle one, and a map of layers by steps
+figures/                  angles by step, of every layer and of the middle one of those that all models have,
+                          and a map of layers by steps
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +25,9 @@ from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import measure_angles
 from normgeo.angles.runs import disk_explained, new_record, now, safe_name, save_record
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.system.files import check_folder, numbered, taken, write_whole
+from normgeo.system.files import check_folder, emptied, numbered, taken, write_whole
 from normgeo.training import figures as training_figures
-from normgeo.training.state import whole_directory
+from normgeo.training.state import unreadable, whole_directory
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
@@ -85,12 +85,12 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
         raise RunError(f"{out} exists already; give another --out{hint}")
     check_folder(out)
     points = find_checkpoints(folder)
-    record = new_record(config) | {"checkpoints": str(folder)}
+    record, made = new_record(config) | {"checkpoints": str(folder)}, not out.exists()
     try:
         return _finish(points, config, out, record, **options)
     except NormGeoError:
         if out.exists() and not any(out.glob("parts/*.parquet")):
-            shutil.rmtree(out)  # nothing was measured: leave nothing behind
+            emptied(out, whole=made)  # nothing was measured: leave nothing behind
         raise
 
 
@@ -98,18 +98,22 @@ def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Raises:
-        RunError: it is complete, or the data, a tokenizer or a measured checkpoint are no longer those it began with.
+        RunError: it is complete or damaged, or the data, a tokenizer or a measured checkpoint are no longer those it
+            began with.
     """
     try:
         record = json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
         return None
-    if "checkpoints" not in record:
+    if not isinstance(record, dict) or "checkpoints" not in record:
         return None
-    if record["status"] == "complete":
+    try:
+        status, folder, config = record["status"], Path(record["checkpoints"]), record["config"]
+    except (KeyError, TypeError) as error:
+        raise unreadable(out / "run.json", error, "start again in another directory") from error
+    if status == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    points = find_checkpoints(Path(record["checkpoints"]))
-    return _finish(points, RunConfig.recorded(record["config"]), out, record, **options)
+    return _finish(find_checkpoints(folder), RunConfig.recorded(config, out / "run.json"), out, record, **options)
 
 
 def _finish(
@@ -125,9 +129,9 @@ def _finish(
 
     with disk_explained(out):
         frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
+        write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
         with whole_directory(out / "figures") as scratch:
             draw(frame, scratch)
-        write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
         save_record(out, record | {"status": "complete", "finished": now()})
     return frame
 
@@ -201,10 +205,10 @@ def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFr
 def draw(frame: pd.DataFrame, folder: Path) -> None:
     """Every figure of the angles by step, as .png and .svg."""
     figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
-    layers = sorted(frame[~frame.role.isin(training_figures.SINGLE)].layer.unique())
-    if not layers:  # --sites final: none of the norms is a layer's
+    if frame.role.isin(training_figures.SINGLE).all():  # --sites final: none of the norms is a layer's
         return
-    middle = int(layers[len(layers) // 2])
-    figures.save(training_figures.one_layer(frame, middle), folder / f"by-step-layer-{middle}")
+    middle = training_figures.middle_layer(frame)
+    if middle is not None:
+        figures.save(training_figures.one_layer(frame, middle), folder / f"by-step-layer-{middle}")
     for direction in figures.COLORS:
         figures.save(training_figures.all_layers(frame, direction), folder / f"by-step-{direction}")

@@ -11,9 +11,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, STYLE, WIDTH
+from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, STYLE, WIDTH, legend
 
-__all__ = ["all_layers", "curves", "heat_map", "one_layer"]
+__all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
 NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
 Direction = Literal["uniform", "random_a", "random_b"]
@@ -41,7 +41,7 @@ def _legend(figure: matplotlib.figure.Figure) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=4, frameon=False)
+    legend(figure, list(entries.values()), list(entries), columns=4)
 
 
 def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
@@ -84,7 +84,13 @@ def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, Any]) -> None
             rows.step, rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color, markersize=2.5, elinewidth=0.7,
             capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
         )  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
+
+
+def middle_layer(frame: pd.DataFrame) -> int | None:
+    """The middle one of the layers that all models have; None where there is no such layer, as with --sites final."""
+    common = sorted(set.intersection(*(set(_sites(frame, model).layer) for model in _models(frame))))
+    return int(common[len(common) // 2]) if common else None
 
 
 def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
@@ -119,21 +125,23 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
     A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side.
     """
     models = _models(frame)
-    sites = [_sites(frame, model, inner=False) for model in models]
-    names = [list(part.site.unique()) for part in sites]
+    norms = [[here for _, here in _sites(frame, m, inner=False).groupby("site", sort=False)] for m in models]
+    names = [list(map(_short, column)) for column in norms]
     rows = max(map(len, names))
     figure = _figure(0.8 + 0.95 * rows)
     grid = figure.subplots(rows, len(models), squeeze=False, sharex=True, sharey=True)
-    for column, (model, part) in enumerate(zip(models, sites, strict=True)):
-        grid[0, column].set_title(_named(model))
-        grid[-1, column].set_xlabel("training step")
-        for row, site in enumerate(names[column]):
-            here, axes = part[part.site == site], grid[row, column]
+    for column, model in enumerate(models):
+        own, rest = np.split(grid[:, column], [len(names[column])])
+        for axes, here, name in zip(own, norms[column], names[column], strict=True):
             _by_step(axes, here, {direction: COLORS[direction]})
-            if column == 0:
-                axes.set_ylabel(_short(here))
-        for row in range(len(names[column]), rows):
-            grid[row, column].set_visible(False)
+            if column == 0 or names[column] != names[column - 1]:  # models of other depths have other rows
+                axes.set_ylabel(name)
+                axes.tick_params(labelleft=True)
+        own[0].set_title(_named(model))
+        own[-1].set_xlabel("training step")
+        own[-1].tick_params(labelbottom=True)
+        for axes in rest:
+            axes.set_visible(False)
     _legend(figure)
     figure.suptitle(f"Angles to the {LABELS[direction]} before every norm in training (degrees)", fontsize=9)
     return figure
@@ -160,7 +168,7 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     far = max(0.5, *(float(np.nanmax(np.abs(angle - 90))) for angle, _, _ in tables))
     energies = np.log10(np.concatenate([energy.ravel() for _, energy, _ in tables]).clip(1e-6))
     much = max(0.3, float(np.nanmax(np.abs(energies))))
-    figure = _figure(0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables)))
+    figure = _figure(max(3.0, 0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables))))
     grid = figure.subplots(2, len(models), squeeze=False)
     for column, (model, (angle, energy, names)) in enumerate(zip(models, tables, strict=True)):
         steps = sorted(int(step) for step in uniform[uniform.model == model].step.unique())
@@ -169,9 +177,9 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         grid[0, column].set_title(_named(model))
         grid[1, column].set_xlabel("training step")
         if column == len(models) - 1:
-            figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1, minus 90°")
-            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy along 1, times d")
-        if column:
+            figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1,\nminus 90°")
+            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy\nalong 1, times d")
+        if column and names == tables[column - 1][2]:
             for axes in grid[:, column]:
                 axes.set_yticklabels([])
     figure.suptitle("The uniform vector before every norm in training", fontsize=9)
