@@ -31,6 +31,7 @@ __all__ = [
     "TwinConfig",
     "TwinLMHeadModel",
     "base_model",
+    "check_model",
     "config_and_class",
     "default_dtype",
     "example_inputs",
@@ -322,6 +323,21 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in modules of their own: hooks on one are not on the other."""
     shared = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model of transformers, or one in a wrapper; adapters, which hand its attributes on, are taken.
+
+    Raises:
+        ModelError: what was received, and what to give.
+    """
+    if isinstance(model, PreTrainedModel):
+        return
+    within = next((name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)), None)
+    if within is None and hasattr(model, "main_input_name"):
+        return
+    give = f"the model within, its .{within}" if within else "what load_model returns"
+    raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
-from normgeo.models import default_dtype, example_inputs, uncompiled
+from normgeo.models import check_model, default_dtype, example_inputs, uncompiled
 
 __all__ = ["NormSite", "Role", "find_sites"]
 
@@ -121,8 +121,10 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         qk: also return the norms on the heads of queries and keys.
 
     Raises:
-        ModelError: no input could be made, the forward pass failed, there is no norm, or a device map offloaded one.
+        ModelError: it is no model of transformers, no input could be made, the forward pass failed, there is no norm,
+            or a device map offloaded one.
     """
+    check_model(model)
     inputs = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
     trace = _traced(model, inputs)
     modules = dict(model.named_modules())

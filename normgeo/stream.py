@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example
-from normgeo.models import base_model, max_context, memory_explained, uncompiled
+from normgeo.models import base_model, check_model, max_context, memory_explained, uncompiled
 from normgeo.sites import NormSite, evaluating
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch
@@ -109,9 +109,7 @@ def check_context(model: PreTrainedModel, context: int) -> None:
         ModelError: it is no model of transformers, or takes no token ids.
         DataError: the context is too long.
     """
-    if not hasattr(model, "main_input_name"):  # what hands its attributes on, as adapters do, is taken as it is
-        give = "the model within, its .module" if hasattr(model, "module") else "what load_model returns"
-        raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
+    check_model(model)
     if model.main_input_name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
     longest = max_context(model)

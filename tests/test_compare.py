@@ -214,6 +214,7 @@ def test_training_mode_is_left_and_restored(ids):
     assert not b.training
 
 
+@pytest.mark.usefixtures("untyped")
 def test_what_cannot_be_compared_is_said(ids):
     a = zoo.tiny("gpt2")
     broken = copy.deepcopy(a)
@@ -226,6 +227,7 @@ def test_what_cannot_be_compared_is_said(ids):
         ({"a": a, "broken": broken}, ModelError, f"broken are NaN or infinite at {ids.size} of {ids.size}"),
         ({"a": a, "b": zoo.tiny("vit")}, ModelError, "not token ids"),
         ({"a": a}, NormGeoError, "two models"),
+        ([a, a], NormGeoError, "models by name, as .*, not a list"),
     ):
         with pytest.raises(error, match=words):
             compare(models, ids, **QUICK)

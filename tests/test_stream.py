@@ -1,10 +1,12 @@
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import zoo
 
-from normgeo import convert
+from normgeo import convert, decompress, find_gauge
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
@@ -166,11 +168,14 @@ def test_a_model_that_takes_no_token_ids_is_refused(tiny):
         (lambda model: "embedded-layernorm", "received a str, which is no model of transformers; give what load_model"),
         (lambda model: model.lm_head, "received a Linear, .*load_model"),
         (torch.nn.DataParallel, r"received a DataParallel, .*give the model within, its \.module"),
+        (torch.compile, r"received a OptimizedModule, .*give the model within, its \._orig_mod"),
     ],
 )
 def test_what_is_no_model_is_refused(tiny, ids, given, says):
-    with pytest.raises(ModelError, match=says):
-        measure_angles(given(tiny("gpt2")), ids, progress=False)
+    model = given(tiny("gpt2"))
+    for do in (partial(measure_angles, tokens=ids, progress=False), find_sites, find_gauge, convert, decompress):
+        with pytest.raises(ModelError, match=says):
+            do(model)
 
 
 @pytest.mark.usefixtures("untyped")
@@ -189,6 +194,14 @@ def test_what_are_no_sites_of_the_model_is_refused(tiny, ids, given, says):
         measure_angles(model, ids, sites=sites, progress=False)
     with pytest.raises(DataError, match=says):
         run(model, ids, sites)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_one_site_needs_no_list(tiny, ids):
+    model = tiny("gpt2")
+    site = find_sites(model)[1]
+    table = measure_angles(model, ids, sites=site, null=4, progress=False)
+    assert set(table.frame.site) == {site.key}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -320,7 +320,10 @@ def measure_angles(
     check_numbers(tokens=n_tokens, batch=batch)
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
-    chosen = select_sites(find_sites(model), sites) if sites is None or isinstance(sites, str) else list(sites)
+    if sites is None or isinstance(sites, str):
+        chosen = select_sites(find_sites(model), sites)
+    else:
+        chosen = list(sites) if isinstance(sites, Iterable) else [sites]
     bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos
     statistics = new_statistics(model, chosen, null=null, seed=seed, null_every=null_every, bos=bos)
     batches = source.batches(n_tokens, batch)

@@ -123,7 +123,7 @@ def compare(
     Raises:
         DataError: other vocabularies or widths, ids beyond a vocabulary, contexts too long, too few tokens.
         ModelError: outputs that are NaN or infinite, or that cannot be compared; a model that takes no tokens.
-        NormGeoError: fewer than two models, or a number below zero.
+        NormGeoError: no mapping, fewer than two models, or a number below zero.
 
     Compressed models (CRMSNorm) are decompressed for their angles and norms, and for nothing else.
 
@@ -134,6 +134,9 @@ def compare(
     >>> result.frame[["model", "layernorms", "rmsnorms"]].to_numpy().tolist()
     [['embedded-layernorm', 13, 0], ['embedded-rmsnorm', 0, 13]]
     """
+    if not isinstance(models, Mapping):
+        kind = type(models).__name__
+        raise NormGeoError(f"compare takes models by name, as {{'a': model, 'b': other}}, not a {kind}")
     if len(models) < 2 or rounds < 0 or null < 0:
         raise NormGeoError(
             f"a comparison takes at least two models, and no number below 0; received {len(models)} models, "

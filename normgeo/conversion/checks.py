@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.errors import ConversionError
+from normgeo.models import check_model
 
-__all__ = ["check_inputs", "check_model"]
+__all__ = ["check_convertible", "check_inputs"]
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -19,12 +20,14 @@ REMEDY = {
 }
 
 
-def check_model(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
+def check_convertible(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
     """Refuse options that do not go together, and models whose weights are not plain numbers.
 
     Raises:
         ConversionError: what is wrong, and what to do.
+        ModelError: it is no model of transformers.
     """
+    check_model(model)
     if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
         raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
     if keep_tie and to == "crmsnorm":
@@ -36,8 +39,6 @@ def check_model(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool
     if trainable and to != "rmsnorm":
         raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
     if torch.is_inference_mode_enabled():
         raise ConversionError(
             "what to center is found by gradients, which torch.inference_mode forbids: leave it first"
@@ -47,6 +48,8 @@ def check_model(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool
     for attribute, remedy in REMEDY.items():
         if getattr(model.config, attribute, None) or getattr(model, attribute, None):
             raise ConversionError(f"{name} cannot be converted: {remedy}")
+    if not isinstance(model, PreTrainedModel):
+        raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
     if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in n for n, _ in model.named_parameters()):
         raise ConversionError(f"{name} cannot be converted: {REMEDY['peft_config']}")
     for parameter_name, parameter in model.named_parameters():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
-from normgeo.conversion.checks import check_inputs, check_model
+from normgeo.conversion.checks import check_convertible, check_inputs
 from normgeo.conversion.compression import compress, expand, fold
 from normgeo.conversion.gauge import INVISIBLE, Gauge, find_gauge
 from normgeo.conversion.probing import Place, float64_copy, outputs_of, same, tied, untie
@@ -31,7 +31,7 @@ from normgeo.conversion.shallow import shallow_gauge
 from normgeo.conversion.trainable import parametrized
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError, NormGeoError
-from normgeo.models import saved_elsewhere
+from normgeo.models import check_model, saved_elsewhere
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Conversion", "convert", "decompress"]
@@ -103,7 +103,7 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    check_model(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
+    check_convertible(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
     check_inputs([*([] if inputs is None else [inputs]), *certify_on])
     inputs = reaching_inputs(model) if inputs is None else inputs
     if gauge is None:
@@ -155,12 +155,14 @@ def decompress(model: PreTrainedModel) -> Conversion:
 
     Raises:
         ConversionError: it is no such model, or the certificate failed.
+        ModelError: it is no model of transformers.
 
     >>> from normgeo import convert, decompress, load_model
     >>> compressed = convert(load_model("embedded-layernorm"), to="crmsnorm")
     >>> decompress(compressed.model).certificate.passed
     True
     """
+    check_model(model)
     recipe = copy.deepcopy(getattr(model.config, "normgeo", {}))
     if recipe.get("to") != "crmsnorm":
         raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")

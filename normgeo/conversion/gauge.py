@@ -43,6 +43,7 @@ from normgeo.conversion.probing import (
 from normgeo.conversion.reaching import beside, reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
+from normgeo.models import check_model
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
@@ -116,8 +117,10 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             is not free then; what comes out of it is.
 
     Raises:
-        ModelError: the outputs or their gradients are NaN, or random (two passes differ).
+        ModelError: it is no model of transformers; the outputs or their gradients are NaN, or random (two passes
+            differ).
     """
+    check_model(model)
     inputs = reaching_inputs(model) if inputs is None else inputs
     sites = tuple(find_sites(model, inputs, qk=True))
     exact = float64_copy(model).train(training)
