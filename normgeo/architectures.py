@@ -202,6 +202,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_kv_shared_layers", _at_most(0)),
     (r"depths|block_sizes|.*num_blocks|.*layers_per_stage|blocks_per_stage|stage_numb_of_layers", _at_most(LAYERS)),
     (r"(.*_)?(num_layers|layers?|n_layers?|num_hidden_layers|depth|decoder_blocks|num_hidden_groups)", _depth),
+    (r"head_dim", lambda value, config: HEAD_DIM if value is None else _head_dim(value, config)),
     (r"qk_head_dim|index_head_dim", _all(2 * HEAD_DIM)),
     (r"rotary_dim", _all(HEAD_DIM // 2)),
     (r"(.*_)?(head_dim|head_size|d_head|dim_head|d_kv|attention_key_size|key_dim|kv_channels|headdim)", _head_dim),
@@ -248,14 +249,33 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )  # fmt: skip
 """What to do with an attribute, by its whole name; the first rule that matches says, and what none matches stays."""
 
+QSA = {"indexer_n_heads": 1, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
+       "indexer_budget": 4, "indexer_compress_ratio": 2}  # fmt: skip
+SHARED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+          "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+
 EXCEPTIONS: dict[str, dict[str, Value]] = {
+    "bamba": {"attn_layer_indices": [1]},  # its defaults have no attention, which its cache needs
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
     "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its own lack rope_theta
+    "deepseek_v2": EXPERTS,  # its defaults have none
+    "dory": {"n_input_layers": 0, "n_recurrent_layers": LAYERS, "n_output_layers": 0},
+    "dots1": EXPERTS,
     "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
     "glmasr_encoder": {"intermediate_size": 2 * WIDTH},  # frames are put together up to this
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # its defaults have no attention
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # its defaults have none
+    "mistral4": {"head_dim": 2 * HEAD_DIM},  # of which half is rotated
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
+    "qwen4_exp_text": QSA,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "voxtral_encoder": {"intermediate_size": 2 * WIDTH},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},  # its defaults name none
+    "zamba": SHARED,
+    "zamba2": SHARED | {"n_mamba_heads": HEADS},
 }
 """By model type: what no rule over names can know."""
 

@@ -32,7 +32,7 @@ Role = Literal[
     "post_mixer", "post_mlp", "qk", "inner", "final", "head",
 ]  # fmt: skip
 
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+ATTENTION = re.compile(r"attn|attention|(^|\.)q_proj$", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
 MIXER = re.compile(r"mamba|mixer|ssm|lstm|recurrent|temporal|time_mix|^conv\.", re.IGNORECASE)
 

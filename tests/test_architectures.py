@@ -38,10 +38,12 @@ def test_the_list_is_generated_and_large():
     assert ALL["gpt2"] == Architecture("gpt2", "causal", "GPT2LMHeadModel", "GPT2Config")
     assert ALL["bert"].cls == "BertForMaskedLM"
     assert ALL["bart"].task == "seq2seq"
-    assert len(module.EXCEPTIONS) <= 10
+    assert len(module.EXCEPTIONS) < len(ALL) / 25
 
 
-@pytest.mark.parametrize("name", ["gpt2", "swin", "whisper", "clip_text_model", "qwen3_next", "pvt_v2", "esm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "swin", "whisper", "clip_text_model", "qwen3_next", "pvt_v2", "esm", "jamba", "dory"]
+)
 def test_architectures_become_small(name):
     model = tiny(ALL[name])
     assert model.dtype == torch.float32

@@ -301,7 +301,7 @@ def test_layers_in_groups_are_counted_as_they_run():
     ("config", "roles"),
     [
         (RecurrentGemmaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, lru_width=32,
-                              num_attention_heads=4, num_key_value_heads=1), {"mixer", "mlp", "final"}),
+                              num_attention_heads=4, num_key_value_heads=1), {"mixer", "attention", "mlp", "final"}),
         (Lfm2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0, bos_token_id=1,
                     eos_token_id=2), {"mixer", "attention", "mlp", "final"}),
@@ -312,8 +312,9 @@ def test_branches_that_mix_tokens_without_attention(config, roles):
 
 
 @pytest.mark.parametrize("name", ["bamba", "jamba", "recurrent_gemma", "xlstm"])
-def test_models_whose_caches_know_no_length_are_run_without_one(name):
+def test_models_whose_caches_know_no_length_are_run_without_one(monkeypatch, name):
     """A cache of layers without attention cannot say how long it is."""
+    monkeypatch.delitem(architectures.EXCEPTIONS, name)  # which gives them attention
     sites = find_sites(architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name)))
     assert [s.layer for s in sites if s.role == "mixer"] == [0, 1]
 
@@ -332,6 +333,8 @@ def test_models_whose_caches_know_no_length_are_run_without_one(name):
         ("encoder-decoder", {"transform.LayerNorm": "head", "embeddings.LayerNorm": "embedding",
                              "crossattention.output.LayerNorm": "post_cross_attention"}),
         ("swinv2", {"layernorm_before": "post_attention", "layernorm_after": "post_mlp"}),
+        ("zamba2", {"shared_transformer.input_layernorm": "attention", "pre_ff_layernorm": "mlp",
+                    "mamba_decoder.input_layernorm": "mixer"}),
         ("deepseek_v3", {"q_a_layernorm": "inner", "kv_a_layernorm": "inner", "input_layernorm": "attention",
                          "post_attention_layernorm": "mlp"}),
     ],

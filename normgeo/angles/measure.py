@@ -264,7 +264,7 @@ def new_statistics(
         DataError: there are no sites, or not the model's, a number is too small, or `bos` is no token id.
     """
     if not sites:
-        raise DataError("there are no sites to measure at")
+        raise DataError("there are no sites to measure at; where the only norms are on heads, --qk finds those")
     check_sites(model, sites)
     check_numbers(null=null, null_every=null_every, seed=seed)
     if bos is not None and not isinstance(bos, Integral):
