@@ -30,14 +30,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from normgeo import converted, models, norms
+from normgeo.conversion.certify import certificate_inputs
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
+from normgeo.conversion.probing import outputs_of, same
 from normgeo.conversion.shallow import empty_model
+from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
+from normgeo.sites import evaluating
 from normgeo.system.files import taken
 
 __all__ = ["auto_map", "describe", "native_class", "new_directory", "save", "write_config"]
+
+READ, READ_HALF = 1e-4, 3e-2
+"""How far outputs may be from those of the checkpoint read again: constants may have been cast that are not kept."""
 
 TEMPLATE = """
 
@@ -152,6 +159,7 @@ def save(
         for extra in extras:
             extra.save_pretrained(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
+        _check_read(model, folder)
     return "remote" if native is None else "native"
 
 
@@ -171,6 +179,25 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
             f"{type(model).__name__} is not what its class and configuration tell: {wrong[0]} and {len(wrong) - 1} "
             "others would be missing or have another shape where it is loaded; let the configuration say what was "
             "changed, and take pruning and parametrizations off"
+        )
+    if any(isinstance(module, Centered) for module in model.modules()):
+        raise ConversionError(
+            f"{type(model).__name__} still trains, with weights that are centered as they are read: bake it first, by "
+            "normgeo.conversion.trainable.bake"
+        )
+
+
+@torch.no_grad()
+def _check_read(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a checkpoint that is not read as the model that it was written from."""
+    read = models.load_model(folder, dtype=model.dtype, device=model.device)
+    with evaluating(model):
+        pairs = [(outputs_of(model, inputs), outputs_of(read, inputs)) for inputs in certificate_inputs(model)]
+    if not all(same(a, b, READ if model.dtype in (torch.float32, torch.float64) else READ_HALF) for a, b in pairs):
+        raise ConversionError(
+            f"{type(model).__name__} is not what its class and configuration tell: its checkpoint is read as another "
+            "model, whose outputs differ; let the configuration say what was changed, and share no weights but those "
+            "that it ties"
         )
 
 
