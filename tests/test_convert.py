@@ -202,6 +202,24 @@ def test_a_certificate_is_json_and_a_table():
     assert convert(tiny("bert"), certify_on=[{"input_ids": ids}]).certificate.perplexity_original is None
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_part_of_a_certificates_perplexity(side):
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[0, : 5 if side == "left" else None] = 0
+    if side == "right":
+        mask[0, :7] = 1
+    batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    certificate = convert(tiny("gpt2"), certify_on=[batch]).certificate
+    assert certificate.tokens == 6 + 11
+    with torch.no_grad():
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, 1:][mask[:, :-1] == 0] = -100  # the first token behind padding is not predicted
+        logits = tiny("gpt2")(**batch).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    assert certificate.perplexity_original == pytest.approx(loss.exp().item(), rel=1e-9)
+
+
 class Scale(nn.Module):
     """LayerScale: an elementwise gain on what a branch writes."""
 

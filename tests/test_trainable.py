@@ -126,6 +126,13 @@ def test_dropout_moves_the_recenter_behind_it():
     assert without.recentered == ()
     with pytest.raises(ConversionError, match="trainable=True goes with"):
         convert(tiny("gpt2"), to="crmsnorm", trainable=True)
+    with pytest.raises(ConversionError, match="leave out keep_tie and fold_affine"):
+        convert(tiny("gpt2"), fold_affine=True, trainable=True)
+
+
+def test_a_frozen_model_is_baked_frozen():
+    baked = bake(convert(tiny("gpt_neox").requires_grad_(False), trainable=True).model)
+    assert not any(parameter.requires_grad for parameter in baked.parameters())
 
 
 def rank(number, port, out):

@@ -141,10 +141,12 @@ class _OwnDtype:
         self.top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item()
         self.batches += 1
         if real and "input_ids" in batch and self.causal:
-            ids = batch["input_ids"]
-            self.tokens += ids[:, 1:].numel()
+            ids = batch["input_ids"].to(p.device)
+            mask = batch.get("attention_mask", torch.ones_like(ids)).to(p.device)
+            read = (mask[:, 1:] * mask[:, :-1]).bool()  # padding neither predicts nor is predicted
+            self.tokens += int(read.sum())
             for i, log in enumerate((p, q)):
-                self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None].to(log.device)).sum().item()
+                self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][read].sum().item()
 
     def perplexity(self, which: int) -> float | None:
         return math.exp(self.losses[which] / self.tokens) if self.tokens else None

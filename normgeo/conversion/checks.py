@@ -20,7 +20,9 @@ REMEDY = {
 }
 
 
-def check_convertible(model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool) -> None:
+def check_convertible(
+    model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool, fold_affine: bool
+) -> None:
     """Refuse options that do not go together, and models whose weights are not plain numbers.
 
     Raises:
@@ -38,6 +40,8 @@ def check_convertible(model: PreTrainedModel, to: str, *, keep_tie: bool, padded
         raise ConversionError("padded=True goes with to='crmsnorm'")
     if trainable and to != "rmsnorm":
         raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
+    if trainable and (keep_tie or fold_affine):
+        raise ConversionError("trainable=True keeps every weight as it is: leave out keep_tie and fold_affine")
     name = type(model).__name__
     if torch.is_inference_mode_enabled():
         raise ConversionError(

@@ -103,7 +103,7 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    check_convertible(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable)
+    check_convertible(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable, fold_affine=fold_affine)
     check_inputs([*([] if inputs is None else [inputs]), *certify_on])
     inputs = reaching_inputs(model) if inputs is None else inputs
     if gauge is None:

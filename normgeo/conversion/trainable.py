@@ -105,8 +105,9 @@ def unparametrized(module: nn.Module) -> None:
         return
     names = list(module.parametrizations)  # pyright: ignore
     values = {name: getattr(module, name).detach().clone() for name in names}
+    trains = {name: module.parametrizations[name].original.requires_grad for name in names}  # pyright: ignore
     # not remove_parametrizations: it would change the class, which a copy shares with its original
     module.__class__ = type(module).__bases__[0]
     del module._modules["parametrizations"]
     for name, value in values.items():
-        module.register_parameter(name, nn.Parameter(value.contiguous()))
+        module.register_parameter(name, nn.Parameter(value.contiguous(), trains[name]))
