@@ -128,6 +128,18 @@ def _head_dim(value: Value, _: dict[str, Value]) -> Value:
     return HEAD_DIM if value == "auto" else _all(HEAD_DIM)(value, _)
 
 
+def _main_head_dim(value: Value, config: dict[str, Value]) -> Value:
+    """Where it is the width of queries and keys with a rotated part and another, twice `HEAD_DIM` as theirs is."""
+    if value is None:
+        return HEAD_DIM
+    return 2 * HEAD_DIM if value == config.get("qk_head_dim") else _head_dim(value, config)
+
+
+def _unless_none(usual: Value, rule: Rule) -> Rule:
+    """What another rule says, and what is usual where the defaults have nothing."""
+    return lambda value, config: usual if value is None else rule(value, config)
+
+
 def _key_value_heads(value: Value, config: dict[str, Value]) -> Value:
     """As many as query heads where that is so in the original, else half as many."""
     queries = [v for k, v in config.items() if re.fullmatch(r".*(attention_heads|n_heads|num_heads)", k)]
@@ -195,15 +207,22 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"num_feat_extract_layers|num_labels|.*dropout.*|.*_ratio|.*kernel_size.*|.*_std|.*_eps", _leave),
     (r"out_indices", lambda value, config: _index(value, config, first=1)),  # 0 is what comes before the layers
     (r"vision_feature_layer", lambda value, _: [-2, -1, 1] if isinstance(value, (list, tuple)) else value),
+    (r"attn_layer_indices", _unless_none([1], _index)),  # some layer has attention, which caches need
     (INDICES, _index),
     (r"out_features|stage_names|_out_.*", _leave),
     (r"rope_parameters|rope_scaling", _rope),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
-    (r"num_kv_shared_layers", _at_most(0)),
+    (r"num_kv_shared_layers|n_(input|output)_layers", _at_most(0)),
+    (r"attn_layer_period", _all(LAYERS)),
+    (r"attn_layer_offset", _all(LAYERS - 1)),
+    (r"block_types", lambda value, _: list(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value),
+    (r"layer_types", _unless_none(["conv", "full_attention"], _leave)),
+    (r"qk_dim_factor", lambda value, _: 1.0),
+    (r"attention_hidden_size", lambda value, config: WIDTH * (1 if value == config.get("hidden_size") else 2)),
     (r"depths|block_sizes|.*num_blocks|.*layers_per_stage|blocks_per_stage|stage_numb_of_layers", _at_most(LAYERS)),
     (r"(.*_)?(num_layers|layers?|n_layers?|num_hidden_layers|depth|decoder_blocks|num_hidden_groups)", _depth),
-    (r"head_dim", lambda value, config: HEAD_DIM if value is None else _head_dim(value, config)),
-    (r"qk_head_dim|index_head_dim", _all(2 * HEAD_DIM)),
+    (r"head_dim", _main_head_dim),
+    (r"qk_head_dim|index_head_dim|attention_head_dim", _all(2 * HEAD_DIM)),
     (r"rotary_dim", _all(HEAD_DIM // 2)),
     (r"(.*_)?(head_dim|head_size|d_head|dim_head|d_kv|attention_key_size|key_dim|kv_channels|headdim)", _head_dim),
     (r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_value_groups)", _key_value_heads),
@@ -233,7 +252,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"image_grid_pinpoints", lambda value, _: value and [[64, 128], [128, 64], [128, 128]]),
     (r"mm_tokens_per_image", _at_most(16)),
     (r"projector_patch_to_query_dict", lambda value, _: {64: 8}),  # queries for so many patches
+    (r"n_routed_experts", _unless_none(4, _at_most(4))),
     (r"(num|n)_(local|routed)?_?experts|moe_num_experts|num_experts", _at_most(4)),
+    (r"num_experts_per_tok|n_shared_experts", _unless_none(2, _at_most(2))),
     (r".*experts_per_tok(en)?|moe_k|moe_topk|top_k|moe_top_k|.*shared_experts", _at_most(2)),
     (r"n_group|topk_group|num_expert_group", _at_most(1)),
     (r"num_queries|num_query_tokens|num_latents|num_denoising|.*n_latents", _at_most(8)),
@@ -249,32 +270,18 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )  # fmt: skip
 """What to do with an attribute, by its whole name; the first rule that matches says, and what none matches stays."""
 
-QSA = {"indexer_n_heads": 1, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
-       "indexer_budget": 4, "indexer_compress_ratio": 2}  # fmt: skip
-SHARED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
-          "attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM}  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+SHARED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Value]] = {
-    "bamba": {"attn_layer_indices": [1]},  # its defaults have no attention, which its cache needs
     "cvt": {"depth": [1, 2, 3]},  # the model reads one rate for every stage from a list as long as the stage is deep
     "dbrx": {"attn_config": {"kv_n_heads": HEADS, "rope_theta": 1e4, "clip_qkv": 8.0}},  # its own lack rope_theta
-    "deepseek_v2": EXPERTS,  # its defaults have none
-    "dory": {"n_input_layers": 0, "n_recurrent_layers": LAYERS, "n_output_layers": 0},
-    "dots1": EXPERTS,
     "esm": {"pad_token_id": 0, "mask_token_id": VOCABULARY - 1},  # its defaults have none
     "glmasr_encoder": {"intermediate_size": 2 * WIDTH},  # frames are put together up to this
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},  # its defaults have no attention
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # its defaults have none
-    "mistral4": {"head_dim": 2 * HEAD_DIM},  # of which half is rotated
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # its defaults have none
-    "qwen4_exp_text": QSA,
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "voxtral_encoder": {"intermediate_size": 2 * WIDTH},
-    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},  # its defaults name none
-    "zamba": SHARED,
+    "zamba": SHARED,  # what its layers share is tied from the second on
     "zamba2": SHARED | {"n_mamba_heads": HEADS},
 }
 """By model type: what no rule over names can know."""

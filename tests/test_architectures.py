@@ -38,7 +38,7 @@ def test_the_list_is_generated_and_large():
     assert ALL["gpt2"] == Architecture("gpt2", "causal", "GPT2LMHeadModel", "GPT2Config")
     assert ALL["bert"].cls == "BertForMaskedLM"
     assert ALL["bart"].task == "seq2seq"
-    assert len(module.EXCEPTIONS) < len(ALL) / 25
+    assert len(module.EXCEPTIONS) <= 10
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,25 @@ def test_padding_is_no_part_of_a_certificates_perplexity(side):
     assert certificate.perplexity_original == pytest.approx(loss.exp().item(), rel=1e-9)
 
 
+def test_padding_is_no_part_of_a_certificates_divergence():
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[0, 3:], ids[0, 3:] = 0, 2  # whose embedding is another in the other model
+    model, other = tiny("gpt2"), tiny("gpt2")
+    with torch.no_grad():
+        other.transformer.ln_f.weight[0] += 1
+        other.transformer.wte.weight[2] *= 9
+        batch = {"input_ids": ids, "attention_mask": mask}
+        p, q = (m(**batch).logits.double().log_softmax(-1) for m in (model, other))
+    counts = {"replaced": 1, "kept": 0, "untouched": 0, "recentered": 0}
+    wide = model.double(), other.double()
+    certificate = certify(*wide, *wide, [batch], site_mean=0.0, counts=counts)
+    kl, same = (p.exp() * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).double()
+    assert certificate.kl == pytest.approx(kl[mask == 1].mean().item(), rel=1e-5)
+    assert kl.mean() > 2 * certificate.kl  # padding would have shown
+    assert certificate.top1 == pytest.approx(same[mask == 1].mean().item())
+
+
 class Scale(nn.Module):
     """LayerScale: an elementwise gain on what a branch writes."""
 

@@ -120,6 +120,14 @@ def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
     return absolute, relative
 
 
+def _seen(batch: dict[str, Tensor], outputs: Tensor) -> Tensor:
+    """Which positions of outputs are no padding: all, where no mask is of their shape."""
+    mask = batch.get("attention_mask")
+    if mask is None or mask.shape != outputs.shape[:-1]:
+        return torch.ones(outputs.shape[:-1], dtype=torch.bool, device=outputs.device)
+    return mask.to(outputs.device, torch.bool)
+
+
 class _OwnDtype:
     """What two models give in their own dtype, batch by batch."""
 
@@ -137,13 +145,13 @@ class _OwnDtype:
         if which is None:
             return
         p, q = first[which].double().log_softmax(-1), second[which].double().log_softmax(-1)
-        self.kl += (p.exp() * (p - q)).sum(-1).mean().item()
-        self.top1 += (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+        seen = _seen(batch, p)
+        self.kl += (p.exp() * (p - q)).sum(-1)[seen].mean().item()
+        self.top1 += (p.argmax(-1) == q.argmax(-1))[seen].double().mean().item()
         self.batches += 1
         if real and "input_ids" in batch and self.causal:
             ids = batch["input_ids"].to(p.device)
-            mask = batch.get("attention_mask", torch.ones_like(ids)).to(p.device)
-            read = (mask[:, 1:] * mask[:, :-1]).bool()  # padding neither predicts nor is predicted
+            read = seen[:, 1:] & seen[:, :-1]  # padding neither predicts nor is predicted
             self.tokens += int(read.sum())
             for i, log in enumerate((p, q)):
                 self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][read].sum().item()
