@@ -21,6 +21,7 @@ from normgeo.cli.main import app
 from normgeo.conversion import checkpoint
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.runs import convert_checkpoint
+from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.models import EMBEDDED, example_inputs
