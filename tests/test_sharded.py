@@ -15,6 +15,7 @@ from normgeo import convert, load_model
 from normgeo.cli.main import app
 from normgeo.conversion import runs as converting
 from normgeo.conversion import sharded
+from normgeo.conversion.checkpoint import describe
 from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.shallow import shallow_gauge
 from normgeo.conversion.sharded import convert_sharded
@@ -50,7 +51,13 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
     conversion = convert_sharded(tmp_path / "in", tmp_path / "out")
     assert conversion.certificate.passed
-    loaded, expected = load_model(tmp_path / "out"), convert(model).model
+    whole = convert(model)
+    loaded, expected = load_model(tmp_path / "out"), whole.model
+    about = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    told = json.loads(json.dumps(describe(whole) | {"layers_certified": 2, "certificate": about["certificate"]}))
+    assert [sorted(told.pop("recentered"))] == [sorted(about.pop("recentered"))]  # layer by layer, or kind by kind
+    assert about == told
+    assert about["certificate"]["replaced"] == len(whole.replaced)
     state = expected.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
@@ -171,6 +178,21 @@ def test_a_checkpoint_that_would_not_load_is_not_left_behind(change, size, tmp_p
 
     monkeypatch.setattr(sharded, "save_file", sabotaged)
     with pytest.raises(ConversionError, match="what was written is not the converted model"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_other_values_than_the_certified_ones_are_not_left_behind(tmp_path, monkeypatch):
+    tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    write = sharded.save_file
+
+    def sabotaged(tensors, path, metadata):
+        write(
+            {k: v + 0.01 if k == "transformer.h.1.mlp.c_proj.bias" else v for k, v in tensors.items()}, path, metadata
+        )
+
+    monkeypatch.setattr(sharded, "save_file", sabotaged)
+    with pytest.raises(ConversionError, match="read as another model"):
         convert_sharded(tmp_path / "in", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

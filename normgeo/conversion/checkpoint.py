@@ -41,7 +41,7 @@ from normgeo.errors import ConversionError
 from normgeo.sites import evaluating
 from normgeo.system.files import taken
 
-__all__ = ["auto_map", "describe", "native_class", "new_directory", "save", "write_config"]
+__all__ = ["auto_map", "check_read", "describe", "native_class", "new_directory", "save", "write_config"]
 
 READ_HALF = 3e-2
 """How far outputs in half precision may be from those of the checkpoint read again, whose constants were not cast."""
@@ -159,7 +159,7 @@ def save(
         for extra in extras:
             extra.save_pretrained(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
-        _check_read(model, folder)
+        check_read(model, _read(model, folder))
     return "remote" if native is None else "native"
 
 
@@ -187,11 +187,18 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
         )
 
 
-@torch.no_grad()
-def _check_read(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a checkpoint that is not read as the model that it was written from."""
+def _read(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1  # it may not fit on one device
-    read = models.load_model(folder, dtype=model.dtype, device=model.device, device_map="auto" if spread else None)
+    return models.load_model(folder, dtype=model.dtype, device=model.device, device_map="auto" if spread else None)
+
+
+@torch.no_grad()
+def check_read(model: PreTrainedModel, read: PreTrainedModel) -> None:
+    """Refuse a checkpoint that is not read as the model that it was written from.
+
+    Raises:
+        ConversionError: their outputs differ.
+    """
     tolerance = SINGLE if model.dtype in (torch.float32, torch.float64) else READ_HALF
     with evaluating(model):
         pairs = [(outputs_of(model, inputs), outputs_of(read, inputs)) for inputs in certificate_inputs(model)]

@@ -6,9 +6,11 @@ of the checkpoint is then read, centered if it is a writer, and written, so that
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from normgeo.conversion.centering import center_writers
-from normgeo.conversion.checkpoint import describe, new_directory, write_config
+from normgeo.conversion.checkpoint import check_read, describe, new_directory, write_config
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
-from normgeo.conversion.probing import tied
+from normgeo.conversion.probing import Place, tied
 from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
@@ -99,12 +101,12 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
         trust_remote_code: run the checkpoint's own code.
 
     Returns:
-        The conversion of the model's first layers, whose certificate it is; everything is in `out`.
+        What was done to all layers; its model and certificate are those of the first. Everything is in `out`.
 
     Raises:
         ConversionError: as `convert`; or it is converted already; or the checkpoint's names are not the model's, so
             that it has to be converted in memory; or what was written lacks a tensor of the converted model, or has
-            another.
+            another, or is read as other first layers.
     """
     config, cls = config_and_class(str(source), {}, trust_remote_code)
     _check_unconverted(source, config)
@@ -116,16 +118,17 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
     gauge = find_gauge(shallow)
     conversion = convert(first, gauge=gauge)
     to = spread(deep, shallow)
-    recipe = _spread_recipe(conversion.recipe, to)
+    recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
+    done = _of_all_layers(conversion, recipe, whole, to)
     with new_directory(out) as folder:
-        _write(shards, folder, deepened(gauge, to), _untied(first, conversion.model, to), conversion, to)
+        _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to)
         final = _config(config, conversion.model.config)
-        _check_written(folder, empty_model(cls, final), recipe)
+        written = _check_written(folder, empty_model(cls, final), recipe)
+        check_read(conversion.model, _first_layers(conversion.model, written))
         write_config(final, cls, recipe, folder, first.dtype)
         _copy_beside(source, folder)
-        about = describe(conversion) | {"layers_certified": depth, "norms": sorted(recipe["norms"])}
-        (folder / "conversion.json").write_text(json.dumps(about, indent=2))
-    return conversion
+        (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": depth}, indent=2))
+    return done
 
 
 def _check_unconverted(source: Path, config: PretrainedConfig) -> None:
@@ -164,7 +167,7 @@ def _copy_beside(source: Path, folder: Path) -> None:
             shutil.copy(path, target)
 
 
-def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> None:
+def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> Shards:
     """Refuse files in which loading would not find exactly the tensors of the model that they are to be loaded into.
 
     Args:
@@ -173,7 +176,8 @@ def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any])
         recipe: the conversion's, for all layers.
     """
     rebuild(model, recipe)
-    have, wanted = set(Shards(folder, model).home), set(model.state_dict())
+    shards = Shards(folder, model)
+    have, wanted = set(shards.home), set(model.state_dict())
     lacking = wanted - have
     lacking -= {name for group in tied(model) if have.intersection(group) for name in group}
     if wrong := sorted(lacking | (have - wanted)):
@@ -182,6 +186,16 @@ def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any])
             f"what was written is not the converted model: {first} {'is missing' if first in lacking else 'is not its'}"
             f", and {len(others)} others; nothing was left behind"
         )
+    return shards
+
+
+def _first_layers(model: PreTrainedModel, written: Shards) -> PreTrainedModel:
+    """A copy of the certified first layers with the values that were written."""
+    read = copy.deepcopy(model)
+    for value in read.state_dict().values():
+        value.zero_()
+    read.load_state_dict({n: written.read(n) for n in read.state_dict() if n in written.home}, strict=False)
+    return read
 
 
 def _with_weights(shallow: PreTrainedModel, shards: Shards) -> PreTrainedModel:
@@ -200,6 +214,20 @@ def _spread_recipe(recipe: dict[str, Any], to: Spread) -> dict[str, Any]:
         "recenter": [[name, *place[1:]] for place in recipe["recenter"] for name in to(place[0])],
         "tables": [name for short in recipe.get("tables", ()) for name in to(short)],
     }
+
+
+def _of_all_layers(conversion: Conversion, recipe: dict[str, Any], gauge: Gauge, to: Spread) -> Conversion:
+    """What was done to all layers, for what was done to the first."""
+    beside = {name for site in conversion.untouched for name in to(site.name)}
+    kept = {name: why for key, why in conversion.kept.items() for name in to(key)}
+    replaced = tuple(site for site in gauge.layernorms if site.name in recipe["norms"])
+    untouched = tuple(site for site in gauge.layernorms if site.name in beside)
+    places = tuple(Place(*place[:3]) for place in recipe["recenter"])
+    counts = {"replaced": len(replaced), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
+    return replace(
+        conversion, certificate=replace(conversion.certificate, **counts), replaced=replaced, kept=kept,
+        untouched=untouched, recentered=places,
+    )  # fmt: skip
 
 
 def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> list[list[str]]:
