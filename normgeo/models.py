@@ -145,6 +145,8 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise explained(str(name), error) from error
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if str(config.model_type).startswith(PREFIX) and cls is not TwinLMHeadModel:
+        saved_elsewhere(model)
     if str(name) in EMBEDDED:
         model.name_or_path = str(name)
     if str(name) in EMBEDDED and dtype == "auto":
@@ -205,13 +207,18 @@ def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     if model is None:  # saved again by the class in the checkpoint, whose name does not say what it was
         auto = next(name for name in raw["auto_map"] if name != "AutoConfig")
         model = getattr(transformers, auto)._model_mapping[native]
-    cls = converted_class(model, config)
-    cls.save_pretrained = saved_elsewhere  # pyright: ignore
-    return config.from_dict(raw), cls
+    return config.from_dict(raw), converted_class(model, config)
 
 
-def saved_elsewhere(*_: Any, **__: Any) -> NoReturn:
-    """The `save_pretrained` of converted models: transformers' own leaves out the code that their structure needs.
+def saved_elsewhere(model: nn.Module) -> None:
+    """Let neither a converted model nor a part of it be saved by transformers, which leaves out what its code does."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.save_pretrained = _refuse_saving  # pyright: ignore
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    """The `save_pretrained` of converted models.
 
     Raises:
         ConversionError: always; it says what to call.

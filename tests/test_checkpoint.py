@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from normgeo import compare, convert, decompress, find_sites, load_model, optimize
 from normgeo.cli.main import app
@@ -115,9 +115,9 @@ def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp
         models.append(optimize(copy.deepcopy(conversion.model)))
     save(conversion, tmp_path / "out")
     models.append(load_model(tmp_path / "out"))
-    for model in models:
+    for part in [part for model in models for part in (model, model.base_model)]:
         with pytest.raises(ConversionError, match=r"call normgeo\.conversion\.checkpoint\.save"):
-            model.save_pretrained(tmp_path / "again")
+            part.save_pretrained(tmp_path / "again")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     inputs = example_inputs(conversion.model, 9)
     with torch.no_grad():
@@ -154,6 +154,17 @@ def test_transformers_saves_again_what_it_loaded(tmp_path):
         a = conversion.model(**inputs).logits
         for model in (auto.from_pretrained(tmp_path / "again", trust_remote_code=True), load_model(tmp_path / "again")):
             torch.testing.assert_close(model(**inputs).logits, a, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["rmsnorm", "crmsnorm"])
+def test_a_new_model_of_a_saved_structure_is_initialized_as_the_original_is(to, tmp_path):
+    save(convert(zoo.tiny("gpt2"), to), tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.manual_seed(0)
+    block = AutoModelForCausalLM.from_config(config, trust_remote_code=True).transformer.h[1]
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
+    assert not block.mlp.c_proj.bias.any()
+    assert to == "crmsnorm" or (block.ln_1.weight == 1).all()  # its readers have taken the gains of the other
 
 
 def test_olmo_becomes_a_plain_llama(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers as hf
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -133,6 +134,47 @@ def test_dropout_moves_the_recenter_behind_it():
 def test_a_frozen_model_is_baked_frozen():
     baked = bake(convert(tiny("gpt_neox").requires_grad_(False), trainable=True).model)
     assert not any(parameter.requires_grad for parameter in baked.parameters())
+
+
+def test_a_trainer_treats_it_as_it_treats_the_original(tmp_path):
+    """transformers' own: it asks norms for their class, ties weights when it resumes, and saves plain models."""
+    model = tiny("gpt2", **NONE["gpt2"])
+    ids = torch.randint(0, model.config.vocab_size, (16, 8), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def losses(model, name, resume=None):
+        arguments = hf.TrainingArguments(
+            str(tmp_path / name), max_steps=4, per_device_train_batch_size=4, weight_decay=0.5, learning_rate=1e-2,
+            save_steps=2, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        trainer = hf.Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    converted = convert(model, trainable=True).model
+    again, original = copy.deepcopy(converted), copy.deepcopy(model)
+    expected, found = losses(original, "original"), losses(converted, "converted")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 4
+    gains = [torch.stack([block.ln_1.weight for block in m.transformer.h]) for m in (original, converted)]
+    torch.testing.assert_close(*gains, rtol=1e-4, atol=1e-5)  # decayed, they are 2% smaller
+    assert losses(again, "converted", str(tmp_path / "converted/checkpoint-2")) == found
+    loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "converted/checkpoint-4").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, converted.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_in_training_stays_tied_and_is_not_resized():
+    model = convert(tiny("gpt2", **NONE["gpt2"]), trainable=True).model
+    head = model.lm_head.weight
+    model.tie_weights()
+    assert model.lm_head.weight is head is model.transformer.wte.parametrizations.weight.original
+    with pytest.raises(ConversionError, match="resize those of the original"):
+        model.resize_token_embeddings(200)
+    baked = bake(model)
+    assert {type(norm) for name, norm in baked.named_modules() if "ln_" in name} == {RMSNorm}
+    baked.resize_token_embeddings(200)
+    assert baked(torch.tensor([[199]])).logits.shape[-1] == 200
 
 
 def rank(number, port, out):

@@ -28,7 +28,7 @@ from normgeo.conversion.gauge import INVISIBLE, Gauge, find_gauge
 from normgeo.conversion.probing import Place, float64_copy, outputs_of, same, tied, untie
 from normgeo.conversion.reaching import reaching_inputs
 from normgeo.conversion.shallow import shallow_gauge
-from normgeo.conversion.trainable import parametrized
+from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.models import check_model, saved_elsewhere
@@ -213,6 +213,7 @@ def _trainable(
     norms = {site.name: _spec(_wide(model, site), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     _replace(converted, chosen, recipe)
+    trains_as(model, converted, norms)
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
     original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
@@ -344,7 +345,7 @@ def _in_dtype(
 def _note(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
     """Let a model say what its structure is, which a native model's files do not."""
     model.config.normgeo = recipe
-    model.save_pretrained = saved_elsewhere  # pyright: ignore
+    saved_elsewhere(model)
 
 
 def _values(model: nn.Module, recipe: dict[str, Any]) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ is recentered instead.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,11 @@ from normgeo.conversion.centering import recenter_sources, site_means
 from normgeo.conversion.gauge import Gauge
 from normgeo.conversion.probing import Place, float64_copy, untie
 from normgeo.converted import recenter_at
+from normgeo.errors import ConversionError
 from normgeo.models import saved_elsewhere
+from normgeo.norms import RMSNorm
 
-__all__ = ["Centered", "bake", "parametrized", "unparametrized"]
+__all__ = ["Centered", "bake", "parametrized", "trains_as", "unparametrized"]
 
 
 class Centered(nn.Module):
@@ -61,6 +64,45 @@ def parametrized(
     return result, places, {name: max(train[name], evaluated[name]) for name in train}
 
 
+class _TrainedNorm(RMSNorm, nn.LayerNorm):
+    """An RMSNorm that stands for a torch LayerNorm also where trainers ask for the class, to decay no gains."""
+
+
+def _tied_already(*_: Any, **__: Any) -> None:
+    """The `tie_weights` of a model in training: what is tied to a writer shares its V, under another name."""
+
+
+def _resized_before(*_: Any, **__: Any) -> NoReturn:
+    """The `resize_token_embeddings` of a model in training.
+
+    Raises:
+        ConversionError: always; it says what to do.
+    """
+    raise ConversionError(
+        "embeddings that are centered as they are read cannot be resized: resize those of the original, and convert it"
+    )
+
+
+IN_TRAINING = {"tie_weights": _tied_already, "resize_token_embeddings": _resized_before}
+"""What transformers' own of these would do to a parametrized writer: fail, or nothing, without a word."""
+
+
+def trains_as(original: nn.Module, converted: nn.Module, norms: Iterable[str]) -> None:
+    """Let a trainer that goes by classes and methods treat a model as it treats its original.
+
+    Args:
+        original: the Pre-LN model.
+        converted: its trainable conversion, which is changed.
+        norms: names of the norms that were replaced.
+    """
+    for name in norms:
+        if isinstance(original.get_submodule(name), nn.LayerNorm):
+            converted.get_submodule(name).__class__ = _TrainedNorm
+    for module in converted.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module).update(IN_TRAINING)
+
+
 def _center(module: nn.Module, name: str, axis: int) -> None:
     """Let a parameter be centered while its state is that of the plain one, under the name that it had."""
     if not parametrize.is_parametrized(module):
@@ -94,7 +136,13 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(result.modules()):
         unparametrized(module)
     untie(result, always=True)
-    result.save_pretrained = saved_elsewhere  # pyright: ignore
+    for module in result.modules():
+        if isinstance(module, _TrainedNorm):
+            module.__class__ = RMSNorm  # pyright: ignore
+        if isinstance(module, PreTrainedModel):
+            for name in IN_TRAINING:
+                module.__dict__.pop(name, None)
+    saved_elsewhere(result)
     return result
 
 
