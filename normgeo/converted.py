@@ -73,9 +73,11 @@ class TiedHead(nn.Linear):
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one with this dotted name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    """Put a module in the place of the one with this dotted name, under every name that one has."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for child in [key for key, value in parent._modules.items() if value is old]:
+            setattr(parent, child, module)
 
 
 def replaced(values: Any, index: int, new: Any) -> Any:
@@ -184,9 +186,9 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
     like = next(model.parameters())
     for name, sizes in recipe.get("shapes", {}).items():
         owner, _, last = name.rpartition(".")
-        old = getattr(model.get_submodule(owner), last).shape
-        shape = [own if size is None else size for own, size in zip(old, sizes, strict=True)]
-        reshape(model, name, torch.empty(shape, dtype=like.dtype, device=like.device))
+        old = getattr(model.get_submodule(owner), last)
+        part = tuple(slice(size) for size in sizes)
+        reshape(model, name, old.detach()[part].clone(memory_format=torch.contiguous_format))
     for name in recipe.get("biases", ()):
         add_bias(model.get_submodule(name))
     for name, spec in recipe["norms"].items():

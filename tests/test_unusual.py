@@ -91,6 +91,18 @@ def test_a_tie_inside_a_compressed_model_decompresses():
     torch.testing.assert_close(logits(back, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"trainable": True}, {"to": "crmsnorm"}], ids=str)
+def test_a_norm_that_layers_share_is_replaced_in_all_of_them(options):
+    model = zoo.tiny("gpt2")
+    first, second = model.transformer.h
+    second.ln_1 = first.ln_1
+    converted = convert(model, **options).model.eval()
+    first, second = converted.transformer.h
+    assert second.ln_1 is first.ln_1
+    inputs = example_inputs(model)
+    torch.testing.assert_close(logits(converted, inputs), logits(model, inputs), rtol=1e-5, atol=1e-6)
+
+
 @torch.inference_mode()
 def test_gradients_are_needed():
     with pytest.raises(ConversionError, match=r"torch\.inference_mode forbids: leave it first"):
