@@ -1,6 +1,7 @@
 """The mean gauge and the conversion: equal outputs for every architecture, and every sabotage noticed."""
 
 import copy
+import dataclasses
 import json
 import re
 
@@ -193,8 +194,10 @@ def test_a_certificate_is_json_and_a_table():
     assert facts["tokens"] == 22
     assert facts["replaced"] == 5
     lines = dict(re.split(" {2,}", line, maxsplit=1) for line in certificate.table().splitlines())
-    assert lines["passed"] == "True"
-    assert float(lines["perplexity original"]) == pytest.approx(facts["perplexity_original"], rel=1e-6)
+    assert lines["certificate"] == "passed"
+    assert lines["what was done"].startswith("5 norms replaced, 0 kept")
+    assert float(lines["perplexity"].split()[0]) == pytest.approx(facts["perplexity_original"], rel=1e-6)
+    assert dataclasses.replace(certificate, passed=False).table().startswith("certificate          NOT passed")
     with torch.no_grad():
         logits = tiny("gpt2")(ids).logits[:, :-1].double()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -50,17 +50,13 @@ def convert(
         fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,
         announce=console.print,
     )  # fmt: skip
-    console.print(
-        f"{len(conversion.replaced)} norms replaced, {len(conversion.kept)} kept, "
-        f"{len(conversion.untouched)} untouched, {len(conversion.recentered)} explicit recenters"
-    )
+    console.print(conversion.certificate.table())
     for name, why in conversion.kept.items():
         console.print(f"  kept {name}: {why}")
     for place in conversion.recentered:
         console.print(
             f"  recentered {place.module} ({place.side} {place.argument}): costs what a LayerNorm's mean cost"
         )
-    console.print(conversion.certificate.table())
     if unreached := conversion.certificate.unreached:
         warn(
             f"no input reached {listed(unreached)}; for inputs that do, nothing is certified: "

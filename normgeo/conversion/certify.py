@@ -74,13 +74,23 @@ class Certificate:
         return json.dumps(asdict(self), indent=2)
 
     def table(self) -> str:
-        """The fields as lines a person reads."""
-        shown = asdict(self) | {"unreached": listed(self.unreached) or None}
-        rows = [(name.replace("_", " "), value) for name, value in shown.items()]
-        width = max(len(name) for name, _ in rows)
-        precise = {"perplexity original", "perplexity converted"}
-        show = lambda n, v: v if not isinstance(v, float) else f"{v:.6f}" if n in precise else f"{v:.3g}"  # noqa: E731
-        return "\n".join(f"{n:<{width}}  {show(n, v)}" for n, v in rows if v is not None)
+        """What they say, in lines a person reads."""
+        inside = ", for it computes in single precision inside" if self.single_inside else ""
+        before, after = self.perplexity_original, self.perplexity_converted
+        norms = f"{self.replaced} norms replaced, {self.kept} kept, {self.untouched} untouched"
+        rows = {
+            "certificate": "passed" if self.passed else "NOT passed",
+            "what was done": f"{norms}, {self.recentered} explicit recenters",
+            "error in float64": f"{self.error_rel:.2g} of an output's largest; allowed {self.tolerance:g}{inside}",
+            f"error in {self.own_dtype}": f"{self.own_error:.3g}, and {self.original_error:.3g} of the original's own",
+            "first output": f"KL {self.kl:.2g} nats, the same preferred at {100 * self.top1:.5g}% of positions",
+            "perplexity": f"{before:.6f} before, {after:.6f} after, on {self.tokens:,} tokens" if self.tokens else "",
+            "means left at norms": f"{self.site_mean:.2g} of the rms of what they are given",
+            "compared on": "; ".join(self.inputs),
+            "unreached": listed(self.unreached),
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {says}" for name, says in rows.items() if says)
 
 
 def listed(names: Sequence[str]) -> str:
