@@ -33,7 +33,11 @@ from normgeo.errors import NormGeoError
 from normgeo.models import default_dtype
 from normgeo.sites import NormSite, find_sites
 
-VERDICTS = ("complete", "partial", "refused", "none", "wrong", "crash")
+VERDICTS = {
+    "complete": _axes.PALETTE[0], "partial": _axes.PALETTE[1], "refused": _axes.PALETTE[3], "none": "0.8",
+    "wrong": "0.3", "crash": "0",
+}  # fmt: skip
+"""What may come of a conversion, and its color."""
 FAMILIES = {
     "pre-ln": "Pre-LN: every LayerNorm in a layer has a residual connection past it",
     "mixed": "Mixed: some have, some have not (two towers, norms at the end of branches, query decoders)",
@@ -206,9 +210,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     counts = pd.crosstab(frame.family, frame.verdict)
     shown = [f for f in FAMILIES if f in counts.index and f not in ("none", "not built")][::-1]
     left = pd.Series(0, index=shown)
-    for k, verdict in enumerate(v for v in VERDICTS if v in counts):
+    for verdict in [v for v in VERDICTS if v in counts]:
         part = counts[verdict].reindex(shown, fill_value=0)
-        bars = grid[0, 0].barh(shown, part, left=left, color=_axes.PALETTE[k], height=0.7, label=verdict)
+        bars = grid[0, 0].barh(shown, part, left=left, color=VERDICTS[verdict], height=0.7, label=verdict)
         grid[0, 0].bar_label(bars, [str(n) if n > 7 else "" for n in part], label_type="center", fontsize=6)
         left += part
     grid[0, 0].grid(visible=False, axis="y")
