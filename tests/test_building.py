@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +242,22 @@ def test_triton_that_builds_nothing_is_found_out_once_by_its_smallest_launch(mon
         assert norm_ops.on_cuda(device) is None
     assert norm_ops.on_cuda(device) is norm_ops.on_cuda() is None
     assert kernels.launches == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "again"), [(torch.OutOfMemoryError("out of memory"), 2), (RuntimeError("no compiler"), 1)]
+)
+def test_a_full_device_says_nothing_of_triton_and_a_warning_that_is_an_error_is_raised_once(error, again, monkeypatch):
+    kernels, name, device = Triton(), "normgeo.kernels.triton_norms", torch.device("cuda")
+    monkeypatch.setattr(kernels, "launch_smallest", lambda _: (tries.append(1), (_ for _ in ()).throw(error)))
+    monkeypatch.setattr(launching, "_tried", {})
+    monkeypatch.setitem(sys.modules, name, kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tries = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with contextlib.suppress(torch.OutOfMemoryError, UserWarning):
+                assert norm_ops.on_cuda(device) is None
+    assert len(tries) == again

@@ -67,6 +67,71 @@ def test_gradients_are_rounded_to_their_own_parameters_alone(weight):
     torch.testing.assert_close(bias.grad, dz.float().sum(0))
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both", "x"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen):
+    def gradients(wanted):
+        x, dz = drawn((40, 16), torch.float32), drawn((40, 16), torch.float32, 1)
+        given = {"x": x, "weight": drawn(16, torch.float32, 2), "bias": drawn(16, torch.float32, 3)}
+        for name, tensor in given.items():
+            tensor.requires_grad_(name in wanted)
+        norm_ops.on_cuda().norm(*given.values(), 1e-5, 0.5, norm_ops.KINDS["rmsnorm"]).backward(dz)
+        return {name: tensor.grad for name, tensor in given.items()}
+
+    whole = gradients({"x", "weight", "bias"})
+    wanted = whole.keys() - ({"weight", "bias"} if frozen == "both" else {frozen})
+    for name, gradient in gradients(wanted).items():
+        assert torch.equal(gradient, whole[name]) if name in wanted else gradient is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_gradients_are_those_of_float64(name, affine, dtype):
+    """As penalties of gradients need them, and products with a Hessian."""
+    cls, options = NAMES[name]
+    norm = random_norm(cls, 20, dtype=dtype, bias=affine == "both", affine=affine != "none", **options).to(DEVICE)
+    exact = copy.deepcopy(norm).double()
+    x, dz, direction = (drawn((3, 7, 20), dtype, seed) for seed in range(3))
+    if name == "crmsnorm-padded":
+        x[..., -1] = 0
+
+    def second(x, apply, parameters):
+        x.requires_grad_()
+        (first,) = torch.autograd.grad(apply(x), x, dz.to(x.dtype), create_graph=True)
+        asked = [x, *(p for p in parameters if p.shape == (20,))]
+        return first, torch.autograd.grad((first * direction.to(x.dtype)).sum(), asked, allow_unused=True)
+
+    def launched(x):
+        return norm_ops.on_cuda().norm(x, norm.weight, norm.bias, norm.eps, 0.0, norm_ops.KINDS[name])
+
+    first, found = second(x.clone(), launched, list(norm.parameters()))
+    expected_first, expected = second(x.double(), exact.plain, list(exact.parameters()))
+    close(first, expected_first, dtype)
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            close(a, b, dtype)
+
+
+@pytest.mark.parametrize("d", [2, 100, 768, 1000])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_few_rows_are_shared_out_to_many_processors(d, multiprocessors, monkeypatch):
+    triton_norms = importlib.import_module("normgeo.kernels.triton_norms")
+    monkeypatch.setattr(triton_norms, "_multiprocessors", lambda device: multiprocessors)
+    x = drawn((3, 70, d), torch.float32)
+    plan = triton_norms._plan(x)
+    assert plan["ROWS"] * plan["BLOCK"] >= 1024
+    assert multiprocessors == 1 or plan["ROWS"] == max(1, 1024 // plan["BLOCK"])
+    z = norm_ops.on_cuda().norm(x.requires_grad_(), None, None, 1e-6, 0.0, norm_ops.KINDS["rmsnorm"])
+    z.sum().backward()
+    truth = x.detach().double().requires_grad_()
+    expected = truth * torch.rsqrt(truth.square().mean(-1, keepdim=True) + 1e-6)
+    expected.sum().backward()
+    close(z, expected, torch.float32)
+    close(x.grad, truth.grad, torch.float32)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 5), (3, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("affine", ["both", "weight", "none"])
 @pytest.mark.parametrize("kind", norm_ops.KINDS.values(), ids=norm_ops.KINDS)

@@ -32,9 +32,10 @@ def found(module: str, device: torch.device | None = None) -> Any:
     try:
         with torch.cuda.device(device):
             kernels.launch_smallest(device)
+    except torch.OutOfMemoryError:
+        raise  # of a device that is full, which says nothing of Triton
     except Exception as error:  # whatever its compilers, Python's headers or the driver lack
+        _tried[module] = kernels = None  # before the warning, which may be an error
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"normgeo computes in torch on CUDA, which is slower: Triton fails ({why})", stacklevel=2)
-        kernels = None
-    _tried[module] = kernels
-    return kernels
+    return _tried.setdefault(module, kernels)

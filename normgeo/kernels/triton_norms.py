@@ -8,7 +8,8 @@ With v the input, s its sum where it is CRMSNorm's and 0 otherwise, and D what t
 
 LayerNorm, to compare with, is RMSNorm of v less its mean, and dv is what is left of RMSNorm's without its mean.
 
-A row is read once and stays in registers; sums are in float32. Short rows go several to a program.
+A row is read once and stays in registers; sums are in float32. Short rows go several to a program. Gradients of
+gradients are torch's.
 """
 
 # Triton comes with torch for CUDA, and is not there without; it wants its functions bare, and checkers of types under
@@ -18,6 +19,7 @@ A row is read once and stays in registers; sums are in float32. Short rows go se
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, no_type_check
 
 import torch
@@ -27,8 +29,10 @@ from torch import Tensor
 
 __all__ = ["add_norm_", "launch_smallest", "norm"]
 
-TILE = 4096  # numbers that a program takes on at least, where rows are shorter
-PROGRAMS = 8  # a multiprocessor, in the backward pass
+TILE = 4096  # numbers that a program takes on at least, where rows are shorter, and enough to share out
+SMALLEST = 1024  # in fewer several threads would have the same number, and read it when one has written over it
+PROGRAMS = 4  # a multiprocessor, wanted before programs take on more than they have to
+RESIDENT = 16  # warps that a multiprocessor holds in the backward pass, a thread of which takes some 110 registers
 WARPS = 16 if torch.version.hip else 32  # at most: 1,024 threads
 
 
@@ -71,7 +75,8 @@ def _forward(
 @no_type_check
 def _backward(
     x_at, weight_at, scale_at, dz_at, dx_at, dweight_at, dbias_at, rows, d, divisor, offset, steps,
-    KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WEIGHT: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -99,18 +104,22 @@ def _backward(
         if KIND == 0:
             dv -= (tl.sum(dv, axis=1) / d)[:, None]
         tl.store(dx_at + at, dv.to(dx_at.dtype.element_ty), mask=there)
-        dgamma += tl.sum(dz * v * scale, axis=0)
-        dbeta += tl.sum(dz, axis=0)
-    if WEIGHT:
+        if DWEIGHT:
+            dgamma += tl.sum(dz * v * scale, axis=0)
+        if DBIAS:
+            dbeta += tl.sum(dz, axis=0)
+    if DWEIGHT:
         tl.store(dweight_at + program * d + column, dgamma, mask=inside)
-    if BIAS:
+    if DBIAS:
         tl.store(dbias_at + program * d + column, dbeta, mask=inside)
 
 
-def _plan(d: int, kept: int = 1) -> dict[str, int]:
-    """How a row is laid out: its block, rows a program, and as many warps as hold `kept` tiles in their registers."""
-    block = 1 << (d - 1).bit_length()
-    rows = max(1, TILE // block)
+def _plan(x: Tensor, kept: int = 1) -> dict[str, int]:
+    """How rows are laid out: their block, how many a program has, and warps to hold `kept` tiles in their registers."""
+    block = 1 << (x.shape[-1] - 1).bit_length()
+    rows, programs = max(1, TILE // block), PROGRAMS * _multiprocessors(x.device)
+    while rows > max(1, SMALLEST // block) and _ceil(_rows(x), rows) < programs:
+        rows //= 2
     return {"BLOCK": block, "ROWS": rows, "num_warps": min(WARPS, max(4, kept * rows * block // 1024))}
 
 
@@ -118,11 +127,11 @@ def _launch(
     x: Tensor, more: Tensor | None, out: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     kind: int, *, save: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    d = x.shape[-1]
-    rows, plan = _rows(x), _plan(d)
+    d, rows = x.shape[-1], _rows(x)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
     if not rows:
         return scale
+    plan = _plan(x)
     with _device(x):
         _forward[(_ceil(rows, plan["ROWS"]),)](
             x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
@@ -140,30 +149,50 @@ class _Norm(torch.autograd.Function):
     ) -> Tensor:
         z = torch.empty_like(x)
         scale = _launch(x, None, z, weight, bias, eps, offset, kind, save=True)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.offset, ctx.kind, ctx.dtypes = offset, kind, [None if p is None else p.dtype for p in (weight, bias)]
+        ctx.save_for_backward(x, weight, bias, scale)
+        ctx.eps, ctx.offset, ctx.kind = eps, offset, kind
         return z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
+        x, weight, bias, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # gradients of these gradients are wanted
+            return *_differentiable(ctx, x, weight, bias, grads[0]), None, None, None
         dz, d = grads[0].contiguous(), x.shape[-1]
-        rows, plan, dx = _rows(x), _plan(d, kept=2), torch.empty_like(x)
+        rows, plan, dx = _rows(x), _plan(x, kept=2), torch.empty_like(x)
         blocks = _ceil(rows, plan["ROWS"])
-        steps = max(1, _ceil(blocks, _multiprocessors(x) * PROGRAMS))
+        steps = max(1, _ceil(blocks, _multiprocessors(x.device) * max(1, RESIDENT // plan["num_warps"])))
         programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
         room = {"size": (programs, d), "dtype": torch.float32, "device": x.device}
-        dweight, dbias = (None if t is None else torch.empty(**room) for t in ctx.dtypes)
+        dweight, dbias = (torch.empty(**room) if wanted else None for wanted in ctx.needs_input_grad[1:3])
         if programs:
             with _device(x):
                 _backward[(programs,)](
                     x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
-                    KIND=ctx.kind, WEIGHT=dweight is not None, BIAS=dbias is not None, **plan,
+                    KIND=ctx.kind, WEIGHT=weight is not None, DWEIGHT=dweight is not None, DBIAS=dbias is not None,
+                    **plan,
                 )  # fmt: skip
-        sums = zip((dweight, dbias), ctx.dtypes, strict=True)
-        total = [None if p is None else p.sum(0).to(dtype) for p, dtype in sums]
+        total = [None if p is None else p.sum(0).to(of.dtype) for p, of in ((dweight, weight), (dbias, bias))]
         return dx, *total, None, None, None
+
+
+def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dz: Tensor) -> list[Tensor | None]:
+    """The gradients of x, gamma and beta in torch's arithmetic, which has gradients itself."""
+    v = x.float()
+    if ctx.kind == 0:
+        v = v - v.mean(-1, keepdim=True)
+    square = v.square().sum(-1, keepdim=True)
+    if ctx.kind >= 2:
+        square = square + v.sum(-1, keepdim=True).square()
+    z = v * torch.rsqrt(square / (x.shape[-1] + (ctx.kind == 2)) + ctx.eps)
+    if weight is not None:
+        z = z * (weight.float() + ctx.offset)
+    if bias is not None:
+        z = z + bias.float()
+    needed = ctx.needs_input_grad[:3]
+    wanted = [t for t, is_needed in zip((x, weight, bias), needed, strict=True) if t is not None and is_needed]
+    found = iter(torch.autograd.grad(z.to(x.dtype), wanted, dz, create_graph=True))
+    return [next(found) if is_needed else None for is_needed in needed]
 
 
 def _rows(x: Tensor) -> int:
@@ -179,8 +208,9 @@ def _device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()  # Triton's interpreter takes CPU tensors
 
 
-def _multiprocessors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int) -> Tensor:
