@@ -83,9 +83,9 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         (["embedded-layernorm", "--data", "odd.csv"], "unknown data format '.csv'"),
         (["embedded-layernorm", "--data", "wikipedia"], "could not stream"),
         (["pickled", "--data", "ids.npy"], "no safetensors weights"),
-        (["empty", "--data", "ids.npy"], "cannot load the model 'empty': the directory has no config.json"),
+        (["empty", "--data", "ids.npy"], "empty': the directory has no config.json"),
         (["./nowhere", "--data", "ids.npy"], "cannot load the model './nowhere': there is no such directory"),
-        (["odd.csv", "--data", "ids.npy"], "cannot load the model 'odd.csv': it is a file"),
+        (["odd.csv", "--data", "ids.npy"], "odd.csv': it is a file"),
         (["vit", "--data", "ids.npy"], "takes pixel_values, not token ids"),
     ],
 )

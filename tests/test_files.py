@@ -1,7 +1,9 @@
 """What cannot be written is found out before anything is measured for it; what is written is there whole."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,7 +16,7 @@ from normgeo.bench import store as store_bench
 from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
-from normgeo.system.files import check_file, check_folder, write_table, write_whole
+from normgeo.system.files import alone, check_file, check_folder, claimed, write_table, write_whole
 
 FRAME = pd.DataFrame({"a": [1, 2]})
 BENCHMARKS = {
@@ -142,3 +144,40 @@ def test_an_analysis_writes_all_its_files_or_none(part, tmp_path, monkeypatch, c
     assert "vit-small" in printed  # what was computed is told all the same
     assert {path.read_text() for path in out.iterdir()} == {"the last one's"}
     assert len(list(out.iterdir())) == len(suffixes)
+
+
+def test_new_directories_are_no_other_processes_and_go_where_they_stay_empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stem = Path("runs/m")
+    with claimed(None, stem) as first, claimed(None, stem) as second, claimed(Path("mine"), stem) as asked:
+        assert (first, second, asked) == (stem, Path("runs/m-2"), Path("mine"))
+        (second / "table").write_text("kept")
+    assert [path.name for path in stem.parent.iterdir()] == ["m-2"]
+    with claimed(None, stem) as again:
+        assert again == stem
+    with pytest.raises(KeyError), claimed(None, Path("other/m")):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(RunError, match=r"cannot write to file: file is no directory; give another --out"):
+        claimed(None, Path("file/m")).__enter__()
+
+
+def test_one_process_writes_a_directory_until_it_ends(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from normgeo.system.files import alone; "
+        "guard = alone(Path('run')); guard.__enter__(); print('in', flush=True); sys.stdin.read(1); os._exit(9)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # fmt: skip
+    assert other.stdout.readline() == b"in\n"
+    with pytest.raises(RunError, match=r"another process writes .*run; wait for it to end, or stop it first"):
+        alone(tmp_path / "run").__enter__()
+    other.communicate(b"x")
+    with alone(tmp_path / "run"):  # what it left is nobody's
+        (tmp_path / "run/table").write_text("kept")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["table"]
+    with alone(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()

@@ -183,6 +183,59 @@ def test_directories_of_others_are_refused(tmp_path, no_figures):
         resume_run(tmp_path / "mine")
 
 
+def test_two_runs_do_not_write_one_directory(tmp_path, monkeypatch, no_figures):
+    """Whoever came second took the first one's statistics for its own, where it did not see that run begin."""
+    prepare, seen = runs.prepare, []
+
+    def slowly(config, name, **options):
+        monkeypatch.setattr(runs, "prepare", prepare)
+        for go in (lambda: start_run(replace(config, seed=5), out, progress=False), lambda: resume_run(out)):
+            with pytest.raises(RunError, match=r"another process writes|nothing to resume"):
+                go()
+            seen.append(go)
+        return prepare(config, name, **options)
+
+    out = tmp_path / "run"
+    monkeypatch.setattr(runs, "prepare", slowly)
+    start_run(RunConfig(**SMALL, keep="none"), out, progress=False)
+    assert len(seen) == 2
+    assert json.loads((out / "run.json").read_text())["config"]["seed"] == 0
+    assert not (out / ".lock").exists()
+
+
+def test_a_run_is_resumed_from_another_directory(tmp_path, monkeypatch, no_figures):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 32)))
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(("model",), "ids.npy", batch=4, null=4)
+    whole = start_run(config, runs.Path("whole"), progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.AngleTable, "from_statistics", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start_run(config, runs.Path("cut"), progress=False)
+    monkeypatch.chdir("/")
+    pd.testing.assert_frame_equal(resume_run(tmp_path / "cut", progress=False).frame, whole.frame)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "error", "says"),
+    [
+        ("batch", 10**20, DataError, "--batch must be at most"),
+        ("null_every", 10**20, DataError, "--null-every must be at most"),
+        (
+            "null",
+            10**10,
+            ModelError,
+            "10,000,000,000 random directions does not fit into memory; give a smaller --null",
+        ),
+    ],
+)
+def test_numbers_beyond_the_machine_are_refused(name, number, error, says, tmp_path):
+    with pytest.raises(error, match=says):
+        start_run(RunConfig(**SMALL | {name: number}), tmp_path / "run", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("config", [{}, [], {"models": ["m"], "later": 1}, {"models": ["m"], "batch": "8"}])
 def test_a_configuration_of_another_version_is_said(config, tmp_path, untyped):
     record = {"status": "running", "models": {}, "config": config}

@@ -18,11 +18,12 @@ from training_zoo import articles, command, environment, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens
 from normgeo.errors import NormGeoError
+from normgeo.system.files import alone
 from normgeo.training import log as training_log
 from normgeo.training import train as training
 from normgeo.training.recipe import SIZES
 from normgeo.training.runs import TrainConfig, resume_training, start_training
-from normgeo.training.state import alone, latest_state
+from normgeo.training.state import latest_state
 from normgeo.training.twins import evaluate, train_tokenizer
 
 HERE = Path(__file__).parent
@@ -130,7 +131,7 @@ def test_another_tokenizer_of_the_same_size_is_not_resumed(stopped, normgeo):
 
 def test_one_process_at_a_time_trains_in_a_directory(stopped, normgeo, tmp_path):
     holding = (
-        f"import sys; from pathlib import Path; from normgeo.training.state import alone\n"
+        f"import sys; from pathlib import Path; from normgeo.system.files import alone\n"
         f"with alone(Path({str(stopped)!r})): print('in', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -140,7 +141,7 @@ def test_one_process_at_a_time_trains_in_a_directory(stopped, normgeo, tmp_path)
         before = sorted(stopped.rglob("*"))
         status, _, error = normgeo("train", "--resume", stopped)
         assert status == 1
-        assert error == f"error: another process trains in {stopped}; wait for it to end, or stop it first"
+        assert error == f"error: another process writes {stopped}; wait for it to end, or stop it first"
         assert sorted(stopped.rglob("*")) == before
         other.kill()
     assert not normgeo("train", "--resume", stopped)[0]
@@ -150,7 +151,7 @@ def test_a_start_holds_its_directory(tmp_path):
     articles(tmp_path)
 
     def look(*_):
-        with pytest.raises(NormGeoError, match="another process trains in"), alone(tmp_path / "run"):
+        with pytest.raises(NormGeoError, match="another process writes"), alone(tmp_path / "run"):
             pass
 
     config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), vocabulary=300, device="cpu")

@@ -18,15 +18,18 @@ from normgeo.angles.statistics import BIN_DEGREES, ENERGY_UNIT, GROUPS, PHASES, 
 from normgeo.angles.verdict import verdict
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
+from normgeo.models import memory_explained
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_sites, stream
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
-__all__ = ["AngleTable", "check_numbers", "measure_angles", "new_statistics", "select_sites"]
+__all__ = ["AngleTable", "check_numbers", "directions_of", "measure_angles", "new_statistics", "select_sites"]
 
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
 LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0}
+MOST = 2**62
+"""Above, numbers of tokens are none of the machine's any more."""
 
 
 class AngleTable:
@@ -239,7 +242,7 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
 
 
 def check_numbers(**numbers: int | None) -> None:
-    """Refuse what is too small of a measurement's numbers, by their names in `LEAST`; None is the default.
+    """Refuse what is too small or too large of a measurement's numbers, by their names in `LEAST`; None is the default.
 
     Raises:
         DataError: which one it is, and what it must be.
@@ -247,6 +250,8 @@ def check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < LEAST[name]:
             raise DataError(f"--{name.replace('_', '-')} must be at least {LEAST[name]}, received {value}")
+        if value is not None and value > MOST:
+            raise DataError(f"--{name.replace('_', '-')} must be at most {MOST}, received {value}")
 
 
 def new_statistics(
@@ -269,8 +274,18 @@ def new_statistics(
     check_numbers(null=null, null_every=null_every, seed=seed)
     if bos is not None and not isinstance(bos, Integral):
         raise DataError(f"bos is one token id, received {bos!r}; give the one that begins a document")
-    directions = {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
+    directions = directions_of(sites, null, seed)
     return AngleStatistics(sites, directions, device=model.device, bos=bos, null_every=null_every)
+
+
+def directions_of(sites: Iterable[NormSite], null: int, seed: int) -> dict[int, Directions]:
+    """The directions of a seed, for every width that these sites have.
+
+    Raises:
+        ModelError: so many do not fit into memory.
+    """
+    with memory_explained(f"an ensemble of {null:,} random directions", "give a smaller --null"):
+        return {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
 
 
 def measure_angles(

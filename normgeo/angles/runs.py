@@ -34,53 +34,60 @@ from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import EMBEDDED
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, emptied, numbered, taken, write_whole
+from normgeo.system.files import alone, check_folder, emptied, taken, write_whole
 from normgeo.system.progress import progress_bar
 
-__all__ = ["RunConfig", "default_out", "resume_run", "safe_name", "start_run"]
+__all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
 
 
-def default_out(models: tuple[str, ...]) -> Path:
-    """`runs/<model>-<date>`, with a number behind it where that is taken."""
+def default_stem(models: tuple[str, ...]) -> Path:
+    """`runs/<model>-<date>`, for `claimed`."""
     name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
-    return numbered(Path("runs") / f"{name}-{datetime.date.today()}")
+    return Path("runs") / f"{name}-{datetime.date.today()}"
 
 
 def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
     """Start a run in an empty directory; see `_execute` for the options.
 
     Raises:
-        RunError: the directory holds something else, or the disk is full.
+        RunError: the directory holds something else, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
     """
+    check_folder(out)
+    with alone(out):
+        _check_free(out)
+        try:
+            return _execute(config.absolute(), out, {"status": "new", "models": {}}, **options)
+        except NormGeoError:
+            if not any(out.glob("state/*.safetensors")):
+                emptied(out)  # nothing was measured: leave nothing behind
+            raise
+
+
+def _check_free(out: Path) -> None:
     if (out / "run.json").is_file():
         status = _read(out)["status"]
         finish = f"finish it with --resume {out}, or " if status != "complete" else ""
         raise RunError(f"{out} already holds a run ({status}); {finish}give another --out")
     if taken(out):
         raise RunError(f"{out} exists and is no run; give another --out")
-    check_folder(out)
-    made = not out.exists()
-    try:
-        return _execute(config, out, {"status": "new", "models": {}}, **options)
-    except NormGeoError:
-        if out.exists() and not any(out.glob("state/*.safetensors")):
-            emptied(out, whole=made)  # nothing was measured: leave nothing behind
-        raise
 
 
 def resume_run(out: Path, **options: Any) -> AngleTable:
     """Finish an interrupted run with the configuration it was started with.
 
     Raises:
-        RunError: there is no run, it is complete, or the model or the data are no longer those it was started with.
+        RunError: there is no run, it is complete, another process is at it, or the model or the data are no longer
+            those it was started with.
     """
     if not (out / "run.json").is_file():
         raise RunError(f"{out} holds no run.json; there is nothing to resume")
-    record = _read(out)
-    if record["status"] == "complete":
+    if _read(out)["status"] == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    return _execute(RunConfig.recorded(record["config"], out / "run.json"), out, record, **options)
+    check_folder(out, "--resume")
+    with alone(out):
+        record = _read(out)
+        return _execute(RunConfig.recorded(record["config"], out / "run.json"), out, record, **options)
 
 
 def _read(out: Path) -> dict[str, Any]:

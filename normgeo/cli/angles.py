@@ -73,7 +73,8 @@ def angles(
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo.angles import runs
-    from normgeo.training.checkpoint_angles import default_out
+    from normgeo.system.files import claimed
+    from normgeo.training.checkpoint_angles import default_stem
 
     quiet()
     if store is not None:
@@ -98,23 +99,25 @@ def angles(
             "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
         )  # fmt: skip
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
-    where = resume or out or (default_out(checkpoints) if checkpoints else runs.default_out(names))
+    stem = default_stem(checkpoints) if checkpoints else runs.default_stem(names)
     drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
         names, data, tokens, context, batch, dtype, device, device_map, sites=sites, qk=qk, keep=keep,
         revision=revision, trust_remote_code=trust_remote_code,
         **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
-    try:
-        if _angles_by_step(resume) if resume else checkpoints and _angles_by_step(where, checkpoints, config):
-            return
-        if resume:
-            table = runs.resume_run(resume, announce=console.print)
-        else:
-            table = runs.start_run(config, where, announce=console.print)
-    except KeyboardInterrupt:
-        console.print(f"interrupted; finish it with: normgeo angles --resume {where}")
-        raise typer.Exit(130) from None
+    with claimed(resume or out, stem) as where:
+        try:
+            if _angles_by_step(resume) if resume else checkpoints and _angles_by_step(where, checkpoints, config):
+                return
+            if resume:
+                table = runs.resume_run(resume, announce=console.print)
+            else:
+                table = runs.start_run(config, where, announce=console.print)
+        except KeyboardInterrupt:
+            begun = (where / "run.json").is_file()
+            console.print(f"interrupted; finish it with: normgeo angles --resume {where}" if begun else "interrupted")
+            raise typer.Exit(130) from None
     _summary(table.frame, where)
 
 

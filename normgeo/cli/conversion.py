@@ -90,13 +90,15 @@ def compare(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
 ) -> None:
     """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
-    from normgeo.comparison.compare import compare_run, default_out
+    from normgeo.comparison.compare import compare_run, default_stem
+    from normgeo.system.files import claimed
 
     quiet()
-    where = out or default_out(a, b)
-    result = compare_run(
-        a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device, dtype=dtype,
-        null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code, announce=console.print,
-    )  # fmt: skip
+    with claimed(out, default_stem(a, b)) as where:
+        result = compare_run(
+            a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device,
+            dtype=dtype, null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code,
+            announce=console.print,
+        )  # fmt: skip
     console.print(result.table(console.width), highlight=False)
     console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

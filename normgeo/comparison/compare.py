@@ -34,12 +34,12 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
-from normgeo.system.files import check_folder, numbered, taken
+from normgeo.system.files import check_folder, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
 
-__all__ = ["Comparison", "compare", "compare_run", "default_out"]
+__all__ = ["Comparison", "compare", "compare_run", "default_stem"]
 
 DEFAULT_TOKENS = 20_000
 
@@ -319,10 +319,10 @@ def compare_run(
     return result
 
 
-def default_out(a: str, b: str) -> Path:
-    """`runs/compare-<A>-<B>-<date>`, with a number behind it where that is taken."""
+def default_stem(a: str, b: str) -> Path:
+    """`runs/compare-<A>-<B>-<date>`, for `claimed`."""
     names = "-".join(Path(name).resolve().name for name in (a, b))
-    return numbered(Path("runs") / f"compare-{names}-{datetime.date.today()}")
+    return Path("runs") / f"compare-{names}-{datetime.date.today()}"
 
 
 def _labels(a: str, b: str) -> tuple[str, str]:

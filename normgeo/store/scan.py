@@ -23,17 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normgeo.angles.measure import AngleTable, check_numbers, select_sites
-from normgeo.angles.runs import default_out, disk_explained, save_record, write_results
+from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
+from normgeo.angles.runs import default_stem, disk_explained, save_record, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError, StoreError
-from normgeo.geometry import Directions
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.sites import NormSite
 from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore
 from normgeo.store.rebuild import Rebuild
-from normgeo.system.files import check_folder, taken
+from normgeo.system.files import alone, check_folder, claimed, taken
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch
@@ -130,33 +129,20 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
 
     Raises:
         StoreError: as for `angles_from_store`.
-        RunError: the directory is not empty.
+        RunError: the directory is not empty, or another process writes it.
     """
     store = HiddenStateStore(path)
-    where = out or default_out((store.provenance["identity"]["label"],))
-    if taken(where):
-        raise RunError(f"{where} is not empty; give another --out")
-    check_folder(where)
-    with disk_explained(where), _made(where):
-        table = angles_from_store(path, **options)
-        write_results(table, where)
-        about = store.provenance["identity"]["about"]
-        record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
-        save_record(where, record)
+    with claimed(out, default_stem((store.provenance["identity"]["label"],))) as where:
+        check_folder(where)
+        with disk_explained(where), alone(where):
+            if taken(where):
+                raise RunError(f"{where} is not empty; give another --out")
+            table = angles_from_store(path, **options)
+            write_results(table, where)
+            about = store.provenance["identity"]["about"]
+            record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
+            save_record(where, record)
     return table, where
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """A directory that is there before anything is computed, and gone again where nothing came of it."""
-    new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -233,8 +219,7 @@ class _Reader:
 
     def __init__(self, scan: _Scan, store: HiddenStateStore) -> None:
         self.scan, self.store, self.sites = scan, store, select_sites(store.sites, scan.sites)
-        widths = sorted({site.d for site in self.sites})
-        self._directions = {d: Directions.seeded(d, scan.null, scan.seed) for d in widths}
+        self._directions = directions_of(self.sites, scan.null, scan.seed)
         stored = {spec.name for spec in store.layout.arrays}
         if absent := [site.key for site in self.sites if f"sites/{site.key}/pre" not in stored]:
             raise StoreError(

@@ -6,17 +6,26 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normgeo.errors import RunError
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["check_file", "check_folder", "emptied", "numbered", "taken", "write_table", "write_whole"]
+__all__ = [
+    "alone", "check_file", "check_folder", "claimed", "emptied", "numbered", "taken", "write_table", "write_whole",
+]  # fmt: skip
 
-PARTIAL = ".partial"
+PARTIAL, LOCK = ".partial", ".lock"
 
 
 def check_file(out: Path | None) -> None:
@@ -39,24 +48,95 @@ def check_file(out: Path | None) -> None:
 
 def taken(out: Path) -> bool:
     """Whether a new directory cannot be made there: there is a file, or a directory that is not empty."""
-    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+    return out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir()))
 
 
-def numbered(stem: Path) -> Path:
-    """A path that is not there yet: this one, or with -2, -3 and so on behind it."""
+def numbered(stem: Path) -> Iterator[Path]:
+    """The path itself, and then with -2, -3 and so on behind it."""
     names = itertools.chain([stem.name], (f"{stem.name}-{number}" for number in itertools.count(2)))
-    return next(path for path in map(stem.with_name, names) if not path.exists())
+    return map(stem.with_name, names)
 
 
-def emptied(out: Path, *, whole: bool) -> None:
-    """Remove what was written to a directory that was empty or not there; the directory too, if `whole`."""
+@contextmanager
+def claimed(out: Path | None, stem: Path) -> Iterator[Path]:
+    """The directory to write: what was asked for, or else a new one that no other process has taken.
+
+    Args:
+        out: what was asked for, which need not be there.
+        stem: what a new one is called, with a number behind it where that is taken. It is removed if it stays empty.
+
+    Raises:
+        RunError: a new one cannot be made.
+    """
+    if out is not None:
+        yield out
+        return
+    check_folder(stem.parent)
+    home = not stem.parent.exists()
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        new = next(path for path in numbered(stem) if _made(path))
+    except OSError as error:
+        raise _unwritable(stem, error) from error
+    try:
+        yield new
+    finally:
+        with suppress(OSError):
+            new.rmdir()
+            if home:
+                new.parent.rmdir()
+
+
+def _made(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keep all other processes from writing to a directory while inside.
+
+    It is made where there is none, and removed again if it stays empty. The system's lock on a file is free again when
+    its holder has ended, however it ended.
+
+    Raises:
+        RunError: another process writes there.
+    """
+    made = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("a") as file:
+        if not _held(file.fileno(), out / LOCK):
+            raise RunError(f"another process writes {out}; wait for it to end, or stop it first")
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):
+                    out.rmdir()
+
+
+def _held(file: int, path: Path) -> bool:
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # some network disks have no locks
+    return path.exists() and os.path.samestat(os.fstat(file), path.stat())  # its holder may just have removed it
+
+
+def emptied(out: Path) -> None:
+    """Remove what was written to a directory that was empty."""
     for path in out.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        else:
+        elif path.name != LOCK:
             path.unlink(missing_ok=True)
-    if whole:
-        out.rmdir()
 
 
 def check_folder(out: Path, option: str = "--out") -> None:

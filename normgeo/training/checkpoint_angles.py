@@ -25,7 +25,7 @@ from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import measure_angles
 from normgeo.angles.runs import disk_explained, new_record, now, safe_name, save_record
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.system.files import check_folder, emptied, numbered, taken, write_whole
+from normgeo.system.files import alone, check_folder, emptied, taken, write_whole
 from normgeo.training import figures as training_figures
 from normgeo.training.state import unreadable, whole_directory
 
@@ -68,38 +68,39 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda point: (point.model, point.step))
 
 
-def default_out(folder: Path) -> Path:
-    """`runs/<folder>-checkpoints-<date>`, with a number behind it where that is taken."""
-    return numbered(Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}")
+def default_stem(folder: Path) -> Path:
+    """`runs/<folder>-checkpoints-<date>`, for `claimed`."""
+    return Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}"
 
 
 def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
     """Measure every checkpoint in a new directory; see `measure_checkpoints`.
 
     Raises:
-        RunError: the directory holds something, or the disk is full.
+        RunError: the directory holds something, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with a model or the data.
     """
-    if taken(out):
-        hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
-        raise RunError(f"{out} exists already; give another --out{hint}")
     check_folder(out)
-    points = find_checkpoints(folder)
-    record, made = new_record(config) | {"checkpoints": str(folder)}, not out.exists()
-    try:
-        return _finish(points, config, out, record, **options)
-    except NormGeoError:
-        if out.exists() and not any(out.glob("parts/*.parquet")):
-            emptied(out, whole=made)  # nothing was measured: leave nothing behind
-        raise
+    with alone(out):
+        if taken(out):
+            hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
+            raise RunError(f"{out} exists already; give another --out{hint}")
+        points, config = find_checkpoints(folder), config.absolute()
+        record = new_record(config) | {"checkpoints": str(folder.absolute())}
+        try:
+            return _finish(points, config, out, record, **options)
+        except NormGeoError:
+            if not any(out.glob("parts/*.parquet")):
+                emptied(out)  # nothing was measured: leave nothing behind
+            raise
 
 
 def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Raises:
-        RunError: it is complete or damaged, or the data, a tokenizer or a measured checkpoint are no longer those it
-            began with.
+        RunError: it is complete or damaged, another process is at it, or the data, a tokenizer or a measured
+            checkpoint are no longer those it began with.
     """
     try:
         record = json.loads((out / "run.json").read_text())
@@ -113,7 +114,9 @@ def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
         raise unreadable(out / "run.json", error, "start again in another directory") from error
     if status == "complete":
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    return _finish(find_checkpoints(folder), RunConfig.recorded(config, out / "run.json"), out, record, **options)
+    check_folder(out, "--resume")
+    with alone(out):
+        return _finish(find_checkpoints(folder), RunConfig.recorded(config, out / "run.json"), out, record, **options)
 
 
 def _finish(

@@ -1,7 +1,6 @@
 """`normgeo train`: a directory of twins that a kill cannot damage and that `--resume` finishes.
 
 train.json                  what is trained, on what, how
-lock                        held by the process that trains
 tokenizer/                  the tokenizer that all twins share
 <norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
 <norm>/tensorboard/         with --tensorboard, every step's losses
@@ -25,12 +24,12 @@ import accelerate
 
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import load_tokenizer, tokenizer_digest
-from normgeo.system.files import check_folder, numbered, taken
+from normgeo.system.files import alone, check_folder, numbered, taken
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import NORMS, Recipe, described
-from normgeo.training.state import alone, checkpoint_path, unreadable, whole_directory, write_json
+from normgeo.training.state import checkpoint_path, unreadable, whole_directory, write_json
 from normgeo.training.train import start_accelerator, train
 from normgeo.training.twins import train_tokenizer
 
@@ -77,7 +76,8 @@ class TrainConfig:
 
 def default_out(size: str) -> Path:
     """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
-    return numbered(Path("runs") / f"train-{size}-{datetime.date.today()}")
+    stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
+    return next(path for path in numbered(stem) if not path.exists())  # for every one of several processes
 
 
 def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
@@ -106,7 +106,6 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip
-    made = not out.exists()
     with alone(out) if state.is_main_process else nullcontext():
         try:
             if state.is_main_process:
@@ -120,7 +119,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         except NormGeoError as error:
             again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
             if state.is_main_process and (again or not (out / "train.json").is_file()):
-                _discard(out, config, made)
+                _discard(out, config)
             raise
 
 
@@ -145,15 +144,12 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
         return _train_all(config, recipe, out, record, given, **options)
 
 
-def _discard(out: Path, config: TrainConfig, made: bool) -> None:
-    """Remove what a start has written, and the directory where it made it."""
+def _discard(out: Path, config: TrainConfig) -> None:
+    """Remove what a start has written."""
     for name in ("tokenizer", *config.norms):
         shutil.rmtree(out / name, ignore_errors=True)
     with suppress(OSError):  # it would hide why the start failed
-        for name in ("train.json", "lock"):
-            (out / name).unlink(missing_ok=True)
-        if made:
-            out.rmdir()
+        (out / "train.json").unlink(missing_ok=True)
 
 
 class _Given(NamedTuple):

@@ -24,13 +24,8 @@ from torch import Tensor
 
 from normgeo.errors import NormGeoError, RunError
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
-
 __all__ = [
-    "alone", "checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "whole_directory",
+    "checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "whole_directory",
     "write_json",
 ]  # fmt: skip
 
@@ -44,27 +39,6 @@ def _is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keep all other processes from training in a directory while inside; it is made where there is none.
-
-    The system's lock on a file is free again when its holder has ended, however it ended.
-
-    Raises:
-        RunError: another process trains there.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("a") as file:
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"another process trains in {out}; wait for it to end, or stop it first") from error
-        except OSError:
-            pass  # some network disks have no locks
-        yield
 
 
 def unreadable(path: Path, error: Exception, instead: str) -> RunError:
