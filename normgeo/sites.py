@@ -25,7 +25,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
 from normgeo.models import check_model, default_dtype, example_inputs, uncompiled
 
-__all__ = ["NormSite", "Role", "find_sites"]
+__all__ = ["NormSite", "Role", "find_sites", "is_leaf"]
 
 Role = Literal[
     "embedding", "attention", "cross_attention", "mixer", "mlp", "parallel", "post_attention", "post_cross_attention",
@@ -125,7 +125,22 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             or a device map offloaded one.
     """
     check_model(model)
-    inputs = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
+    made = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
+    trace, found = _norms(model, made)
+    heads = {call.inputs[0].shape[1] for call, _ in found if call.inputs[0].ndim == 4}
+    if inputs is None and any(_is_square(call.inputs[0]) for call, _ in found) and _tokens(made) is not None:
+        other = max(set(range(2, 7)) - heads)  # as many heads as tokens: which are which would not show
+        made = example_inputs(model, other, cross=False)
+        trace, found = _norms(model, made)
+    if not found:
+        hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
+        raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
+    sites = _placed(found, trace, _bases(model), n_tokens=_tokens(made))
+    return [site for site in sites if qk or site.role != "qk"]
+
+
+def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[_Trace, list[tuple[_Call, Behaviour]]]:
+    """What happened in a forward pass, and the calls in it of modules that are norms."""
     trace = _traced(model, inputs)
     modules = dict(model.named_modules())
     verdicts: dict[str, Behaviour | None] = {}
@@ -140,11 +155,7 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             verdicts[call.name] = behaviour_of(modules[call.name], call.inputs[0].shape)
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
-    if not found:
-        hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
-        raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
-    sites = _placed(found, trace, _bases(model), n_tokens=_tokens(inputs))
-    return [site for site in sites if qk or site.role != "qk"]
+    return trace, found
 
 
 def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:
@@ -167,12 +178,17 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no others inside."""
+    return next(module.children(), None) is None
+
+
 @contextmanager
 def _hooked(model: nn.Module, trace: _Trace) -> Iterator[None]:
     handles, clock, stack = [], iter(range(1 << 62)), []
 
     def before(name: str, module: nn.Module) -> Any:
-        leaf, matrix = not any(module.children()), any(p.ndim > 1 for p in module.parameters(recurse=False))
+        leaf, matrix = is_leaf(module), any(p.ndim > 1 for p in module.parameters(recurse=False))
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = _tensors([*args, *kwargs.values()])
@@ -265,8 +281,13 @@ def _placed(
     return sites
 
 
+def _is_square(x: Tensor) -> bool:
+    return x.ndim == 4 and x.shape[1] == x.shape[2]
+
+
 def _is_head_major(x: Tensor, heads: int) -> bool:
-    return x.ndim == 4 and x.shape[1] == heads and x.shape[2] != heads
+    """Whether heads come before tokens; where both are as many, as in inputs of a user's, whether they were moved."""
+    return x.ndim == 4 and x.shape[1] == heads and (x.shape[2] != heads or x.stride(1) < x.stride(2))
 
 
 def _layer_of(name: str, trace: _Trace) -> tuple[str, int] | None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -332,3 +333,36 @@ def test_the_command(twins, tmp_path, call):
         assert status == 1
         assert says in " ".join(error.split())
     assert issubclass(RunError, NormGeoError)
+
+
+def test_checkpoints_are_found_through_links_and_once(tmp_path):
+    zoo.tiny("gpt2").save_pretrained(tmp_path / "kept/a/step-2")
+    (tmp_path / "mine/run").mkdir(parents=True)
+    (tmp_path / "mine/run/step-1").symlink_to(tmp_path / "kept/a/step-2")
+    (tmp_path / "mine/run/up").symlink_to(tmp_path / "mine")
+    assert [(point.model, point.step) for point in find_checkpoints(tmp_path / "mine")] == [("run", 1)]
+
+
+def test_checkpoints_are_resumed_from_another_directory(tmp_path, monkeypatch, no_figures):
+    for step in (1, 2):
+        zoo.tiny("gpt2", step).save_pretrained(tmp_path / f"ck/step-{step}")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint_angles, "draw", lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint_angles, "write_whole", interrupted_at("-00000002.parquet", checkpoint_angles.write_whole)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            start_checkpoints(Path("ck"), RunConfig((), "ids.npy", null=2, device="cpu"), Path("run"), progress=False)
+    monkeypatch.chdir("/")
+    assert set(resume_checkpoints(tmp_path / "run", progress=False).step) == {1, 2}
+
+
+def interrupted_at(part, write):
+    def wrapped(path, content):
+        if part in str(path):
+            raise KeyboardInterrupt
+        write(path, content)
+
+    return wrapped

@@ -213,6 +213,22 @@ def test_an_interrupt_says_how_to_go_on(normgeo, monkeypatch):
     assert "normgeo angles --resume run" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [(("angles",), "normgeo.angles.runs.prepare"), (("capture", "--store", "run"), "normgeo.store.capture.prepare")],
+)
+def test_an_interrupt_before_there_is_anything_does_not_say_how_to_go_on(normgeo, monkeypatch, tmp_path, words, place):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    status, out, _ = normgeo(words[0], saved("gpt2"), "--data", "ids.npy", *words[1:])
+    assert status == 130
+    assert out.strip().endswith("interrupted")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_commands_of_the_store(normgeo, home, tmp_path):
     words = ("capture", home / "gpt2", "--store", "s", "--data", home / "ids.npy", "--tokens", 300, "--null", 4)
     status, out, err = normgeo(*words)

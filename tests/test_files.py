@@ -181,3 +181,11 @@ def test_one_process_writes_a_directory_until_it_ends(tmp_path):
     with alone(tmp_path / "new"):
         assert (tmp_path / "new").is_dir()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
+    (tmp_path / "out").symlink_to("elsewhere")
+    with pytest.raises(RunError, match="out: it is a link to elsewhere, which is not there; make that first"):
+        check_folder(tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    check_folder(tmp_path / "out")

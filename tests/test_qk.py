@@ -13,11 +13,13 @@ from normgeo.tokens import TokenStream
 IDS = np.random.default_rng(0).integers(3, 96, (3, 11))
 
 
-def model(name):
-    if name != "gemma3":
-        return zoo.tiny(name)
-    shape = zoo.SMALL | {"num_key_value_heads": 2, "head_dim": 8}
-    return zoo.perturb(hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shape)).eval())
+def model(name, heads):
+    width = {"hidden_size": 8 * heads[0], "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    shape = zoo.SMALL | width | {"head_dim": 8}
+    kind, config = {
+        "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig), "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config)
+    }[name]  # fmt: skip
+    return zoo.perturb(kind(config(**shape)).eval())
 
 
 class Keep:
@@ -33,12 +35,16 @@ class Keep:
         pass
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (7, 7), (14, 7), (7, 1), (11, 11)], ids=str)
+@pytest.mark.parametrize("length", [None, 7, 11])
 @pytest.mark.parametrize(("name", "head_major"), [("qwen3", False), ("gemma3", True)])
-def test_vectors_of_heads_come_in_token_order(name, head_major):
-    net = model(name)
-    sites = [s for s in find_sites(net, qk=True) if s.role == "qk" and s.layer == 0]
-    assert [s.heads for s in sites] == [4, 2]
-    assert all(s.head_major == head_major for s in sites)
+def test_vectors_of_heads_come_in_token_order(name, head_major, length, heads):
+    """Also where heads are as many as tokens: of those that it is traced with, of a user's, or of those measured."""
+    net = model(name, heads)
+    inputs = None if length is None else {"input_ids": torch.ones(2, length, dtype=torch.int64)}
+    sites = [s for s in find_sites(net, inputs, qk=True) if s.role == "qk" and s.layer == 0]
+    assert [s.heads for s in sites] == list(heads)
+    assert all(s.head_major == (head_major and s.heads > 1) for s in sites)
     keep, seen = Keep(), {}
     for i, site in enumerate(sites):
         net.get_submodule(site.name).register_forward_pre_hook(lambda _, args, i=i: seen.update({i: args[0].clone()}))
@@ -46,6 +52,6 @@ def test_vectors_of_heads_come_in_token_order(name, head_major):
     for i, site in enumerate(sites):
         x = seen[i].transpose(1, 2) if head_major else seen[i]
         assert x.shape == (3, 11, site.heads, 8)
-        for row, time, head in ((0, 0, 0), (1, 7, 1), (2, 10, site.heads - 1)):
+        for row, time, head in ((0, 0, 0), (1, 7, site.heads // 2), (2, 10, site.heads - 1)):
             vector = keep.taken[i, "pre"][(row * 11 + time) * site.heads + head]
             assert torch.equal(vector, x[row, time, head])

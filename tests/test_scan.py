@@ -1,5 +1,6 @@
 """The scan of a store: on threads, on a cluster, in the memory of a few rows, and always the same numbers."""
 
+import json
 import tracemalloc
 
 import numpy as np
@@ -63,6 +64,20 @@ def assert_the_captures_own(path, table, state):
         counts[row["histogram_bins"]] += row["histogram_counts"]
     assert torch.equal(counts.nonzero()[:, 0], state["histogram_bins"])
     assert torch.equal(counts[counts > 0], state["histogram_counts"])
+
+
+def test_a_record_is_of_the_table_and_not_of_the_capture(home, tmp_path, monkeypatch):
+    path = captured(home, tmp_path / "s")
+    monkeypatch.setattr("sys.argv", ["/bin/normgeo", "angles", "--store", "s"])
+    table, where = scan.run_from_store(path, tmp_path / "run", null=3, seed=77, sites="final", progress=False)
+    record, store = json.loads((where / "run.json").read_text()), HiddenStateStore(path)
+    (about,) = record["models"].values()
+    assert (record["config"]["null"], record["config"]["seed"], record["config"]["sites"]) == (3, 77, "final")
+    assert (record["status"], record["command"], record["store"]) == ("complete", "normgeo angles --store s", str(path))
+    assert [site["name"] for site in about["sites"]] == list(table.frame.site.unique())
+    assert about["n_tokens"] == store.n_tokens == table.frame.n_tokens.max()
+    assert record["capture"] == store.provenance
+    assert record["started"] <= record["finished"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"batch": 16}, {"context": 7, "phases": ("pre", "post")}])

@@ -2,6 +2,8 @@ from collections import Counter
 from dataclasses import replace
 
 import accelerate
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import zoo
@@ -15,7 +17,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from normgeo import architectures
+from normgeo import architectures, convert, measure_angles
 from normgeo.errors import ModelError
 from normgeo.models import example_inputs
 from normgeo.sites import find_sites
@@ -363,3 +365,14 @@ def test_a_norm_stays_one_with_a_gain_that_is_zero_or_not_finite(name, norm, val
     assert find_sites(model) == whole
     for parameter in model.get_submodule(norm).parameters():
         torch.testing.assert_close(parameter, torch.full_like(parameter, value), equal_nan=True, rtol=0, atol=0)
+
+
+def test_blocks_that_are_compiled_have_norms_too():
+    """A compiled module is truthless: it has no length, and says so."""
+    model, ids = zoo.tiny("gpt2"), np.random.default_rng(0).integers(3, 96, (4, 9))
+    plain = measure_angles(model, ids, null=4, progress=False).frame
+    model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
+    found = measure_angles(model, ids, null=4, progress=False).frame
+    assert (found.site == "transformer.h.0._orig_mod.ln_1").any()
+    pd.testing.assert_frame_equal(found.drop(columns="site"), plain.drop(columns="site"))
+    assert len(convert(model).replaced) == 5

@@ -20,7 +20,7 @@ from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.models import memory_explained
 from normgeo.sites import NormSite, find_sites
-from normgeo.stream import check_context, check_sites, stream
+from normgeo.stream import check_context, check_pass, check_sites, stream
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
@@ -339,6 +339,7 @@ def measure_angles(
         chosen = select_sites(find_sites(model), sites)
     else:
         chosen = list(sites) if isinstance(sites, Iterable) else [sites]
+    check_pass(model, chosen, min(source.context, n_tokens or source.n_tokens or source.context))
     bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos
     statistics = new_statistics(model, chosen, null=null, seed=seed, null_every=null_every, bos=bos)
     batches = source.batches(n_tokens, batch)

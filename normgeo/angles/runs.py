@@ -23,7 +23,6 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-from rich.markup import escape
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
@@ -214,7 +213,7 @@ def _measure(
     announce(_plan(config, job))
     batches = job.tokens.batches(job.n_tokens, config.batch, done)
     uncommitted = 0
-    with progress_bar(escape(job.label), job.n_tokens, done=done, enabled=progress) as advance:
+    with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
         for batch in stream(job.model, job.sites, batches, [statistics]):
             if writer is not None:
                 writer.take(batch, statistics)

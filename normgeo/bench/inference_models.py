@@ -75,7 +75,7 @@ def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedM
         return load_model(name, dtype=torch.float32, device=device)
     config = SIZES[name]()
     with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch's own seeds the GPUs' as well
         model = (ViTForImageClassification if isinstance(config, ViTConfig) else GPT2LMHeadModel)(config)  # pyright: ignore
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -40,6 +40,7 @@ def capture(
     """Keep the hidden states at every norm in a store, while the statistics run."""
     from normgeo.angles.runs import RunConfig
     from normgeo.store import capture as capturing
+    from normgeo.store.objects import storage_at
     from normgeo.system.ranks import is_first
 
     quiet()
@@ -59,7 +60,8 @@ def capture(
             capturing.start_capture(config, where, announce=console.print)
     except KeyboardInterrupt:
         if is_first():
-            console.print(f"interrupted; finish it with: normgeo capture --resume {where}")
+            begun = storage_at(where).size("store.json") is not None
+            console.print(f"interrupted; finish it with: normgeo capture --resume {where}" if begun else "interrupted")
         raise typer.Exit(130) from None
     if is_first():
         console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")

@@ -17,7 +17,7 @@ from normgeo.converted import put, replaced
 from normgeo.errors import ModelError
 from normgeo.models import default_dtype, uncompiled
 from normgeo.norms import LayerNorm
-from normgeo.sites import NormSite
+from normgeo.sites import NormSite, is_leaf
 
 __all__ = [
     "Place", "Trace", "Use", "float64_copy", "made_generic", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
@@ -147,7 +147,9 @@ def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
     on_cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}  # unless said, every GPU there is
     with torch.random.fork_rng(on_cuda, enabled=wanted):
         if wanted:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch's own seeds every GPU that there is
+            for device in on_cuda:
+                torch.cuda.default_generators[device.index].manual_seed(0)
         yield
 
 
@@ -251,7 +253,7 @@ def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
     try:
         for name, module in model.named_modules():
             if name:
-                leaf = not any(module.children()) and any(True for _ in module.parameters())
+                leaf = is_leaf(module) and any(True for _ in module.parameters())
                 handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
                 handles.append(module.register_forward_hook(after(name, leaf)))
         yield trace

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
-from normgeo.angles.runs import default_stem, disk_explained, save_record, write_results
+from normgeo.angles.runs import RunConfig, default_stem, disk_explained, new_record, now, save_record, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError, StoreError
 from normgeo.kernels.checksum import checksum, joined
@@ -125,7 +125,7 @@ def angles_from_store(
 
 
 def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[AngleTable, Path]:
-    """`angles_from_store`, written to a directory as a run is, with the store's provenance in its `run.json`.
+    """`angles_from_store`, written to a directory as a run is, with what was captured how in its `run.json`.
 
     Raises:
         StoreError: as for `angles_from_store`.
@@ -137,12 +137,23 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
         with disk_explained(where), alone(where):
             if taken(where):
                 raise RunError(f"{where} is not empty; give another --out")
+            record = _record(store, path, **options)
             table = angles_from_store(path, **options)
             write_results(table, where)
-            about = store.provenance["identity"]["about"]
-            record = store.provenance | {"status": "complete", "store": str(path), "models": {about["model"]: about}}
-            save_record(where, record)
+            save_record(where, record | {"status": "complete", "finished": now()})
     return table, where
+
+
+def _record(store: HiddenStateStore, path: str | Path, *, sites: str | None = None, **options: Any) -> dict[str, Any]:
+    """`run.json`: what is computed by which command with which options, from what was captured how."""
+    asked = {name: options.get(name) for name in ("null", "null_every", "seed", "batch")}
+    run = RunConfig.recorded(store.record["capture"]["run"], f"the record of {path}")
+    config = replace(run, sites=sites, **{name: value for name, value in asked.items() if value is not None})
+    about = store.provenance["identity"]["about"]
+    found = {"n_tokens": store.n_tokens, "sites": [asdict(site) for site in select_sites(store.sites, sites)]}
+    return new_record(config) | {
+        "store": str(path), "models": {about["model"]: about | found}, "capture": store.provenance
+    }  # fmt: skip
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

@@ -150,6 +150,10 @@ def check_folder(out: Path, option: str = "--out") -> None:
         RunError: it, or what it would be made in, is no directory, or nothing can be written there.
     """
     try:
+        if out.is_symlink() and not out.exists():
+            raise RunError(
+                f"cannot write to {out}: it is a link to {out.readlink()}, which is not there; make that first"
+            )
         there = next(path for path in (out, *out.parents) if path.exists())
         if not there.is_dir():
             raise RunError(f"cannot write to {out}: {there} is no directory; give another {option}")

@@ -27,9 +27,9 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def progress_bar(label: str, total: int, *, done: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error; gives the function to call with the number of tokens just finished."""
+    """A bar on standard error with a label; gives the function to call with the number of tokens just finished."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         _Rate(),

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
         ModelError: there are none, or two have one name and one step.
     """
     found = []
-    for config in sorted(folder.rglob("config.json")):
-        path = config.parent
+    for path in sorted(_with_configuration(folder)):
         number = STEP.fullmatch(path.name)
         if number and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
@@ -66,6 +66,18 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
             raise ModelError(f"{point.path} and {other} have the same name and step; measure them apart")
         taken[point.model, point.step] = point.path
     return sorted(found, key=lambda point: (point.model, point.step))
+
+
+def _with_configuration(folder: Path) -> Iterator[Path]:
+    """The directories below this one that hold a config.json, through links too, each once."""
+    seen = set()
+    for name, inside, files in os.walk(folder, followlinks=True):
+        home = Path(name).resolve()
+        if home in seen:
+            inside.clear()  # a link back, or a second one
+        elif "config.json" in files:
+            yield Path(name)
+        seen.add(home)
 
 
 def default_stem(folder: Path) -> Path:
