@@ -204,11 +204,24 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
         recenter_at(model, *place)
 
 
+def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Initialize a converted model as the native class does, and give it the structure that its recipe tells.
+
+    Some heads look up by the class of the configuration what they are put on: meanwhile it is the native one.
+    """
+    own = type(config)
+    config.__class__ = own.__base__
+    try:
+        native.__init__(model, config, *args, **kwargs)
+    finally:
+        config.__class__ = own
+    rebuild(model, config.normgeo)
+
+
 def converted_class(native: type, config: type) -> type:
     """The native model class with the structure that its configuration's recipe tells."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        native.__init__(self, config, *args, **kwargs)
-        rebuild(self, config.normgeo)
+        initialize(self, native, config, *args, **kwargs)
 
     return type(f"Converted{native.__name__}", (native,), {"__init__": __init__, "config_class": config})

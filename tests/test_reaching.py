@@ -49,6 +49,24 @@ def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
     assert worst(conversion, model, inputs) <= conversion.certificate.tolerance
 
 
+def test_an_image_that_a_model_is_always_given_has_a_place_in_the_text():
+    """BLIP-2 takes text with an image and without one: what an image becomes writes into the stream of its OPT."""
+    inner = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {"model_type": "opt", "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
+    config = hf.Blip2Config(
+        vision_config=inner | {"image_size": 16, "patch_size": 8}, qformer_config=inner | {"encoder_hidden_size": 32},
+        text_config=text | inner | {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        num_query_tokens=4, image_token_index=5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = float64_copy(zoo.perturb(hf.Blip2ForConditionalGeneration(config).eval()), tied=True)
+    conversion = convert(model)
+    assert conversion.certificate.unreached == ()
+    ids = torch.tensor([[5, 5, 5, 5, 9, 10, 11]])
+    image = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert worst(conversion, model, {"input_ids": ids, "pixel_values": image}) <= conversion.certificate.tolerance
+
+
 def test_a_norm_that_no_output_depends_on_stays_and_counts_as_beside_the_model():
     """SigLIP's pooling head runs and is not read when images are classified; compressed, its width would not fit."""
     config = hf.SiglipVisionConfig(

@@ -1,17 +1,20 @@
 """The folder a converted checkpoint is saved in: where it may be, what is in it, and who can read it."""
 
-import copy
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoTokenizer
+import transformers as hf
 from typer.testing import CliRunner
 from zoo import tiny
 
 from normgeo import convert, load_model
+from normgeo.architectures import architectures
+from normgeo.architectures import tiny as tiny_architecture
 from normgeo.cli.main import app
 from normgeo.conversion import runs
 from normgeo.conversion.checkpoint import new_directory, save
@@ -19,13 +22,18 @@ from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError
 
+ALL = {a.model_type: a for a in architectures()}
 TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
 EMPTY = {"linked": "a link to an empty directory", ".": "where it runs", "empty": "an empty directory"}
 
 
 @pytest.fixture
-def templated(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
+def templated():
+    """Of no more words than the models have embeddings for."""
+    vocabulary = {"[UNK]": 0, "[BOS]": 1, "[EOS]": 2} | {f"w{i}": i for i in range(3, 96)}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", bos_token="[BOS]")
     tokenizer.chat_template = dict(TEMPLATES)
     return tokenizer
 
@@ -42,7 +50,7 @@ def modes(folder):
 def check_readable(folder):
     assert (folder / "additional_chat_templates" / "rag.jinja").is_file()
     assert all(mode == (0o755 if path.is_dir() else 0o644) for path, mode in modes(folder).items())
-    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
+    assert hf.AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------
@@ -71,6 +79,47 @@ def test_by_shard_the_templates_come_along_and_other_directories_do_not(template
     convert_sharded(source, out)
     check_readable(out)
     assert {path.name for path in out.rglob("*")} & {"training.pt", "checkpoint-5", "onnx", ".cache"} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, how) for name in ("whisper", "clip") for how in ("--in-memory", "--by-shard")]
+    + [("wav2vec2", "--in-memory")],
+)
+def test_what_prepares_a_models_inputs_comes_along(name, how, templated, tmp_path):
+    """A tokenizer, and what makes of sounds and images what the model takes; CLIP is not certified on text alone."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    if name == "clip":
+        tiny_architecture(ALL["clip"]).save_pretrained(source)
+        hf.CLIPImageProcessor(crop_size=16).save_pretrained(source)
+    else:
+        model = tiny(name) if name == "whisper" else tiny_architecture(ALL["wav2vec2"])
+        model.save_pretrained(source)
+        extractor = hf.WhisperFeatureExtractor(feature_size=8) if name == "whisper" else hf.Wav2Vec2FeatureExtractor()
+        extractor.save_pretrained(source)
+    if name != "wav2vec2":
+        templated.save_pretrained(source)
+    (source / "pytorch_model.bin.index.json").write_text("{}")
+    result = CliRunner().invoke(app, ["convert", str(source), str(out), how])
+    assert result.exit_code == 0, result.output
+    prepares = "preprocessor_config.json"
+    assert (out / prepares).read_bytes() == (source / prepares).read_bytes()
+    assert not (out / "pytorch_model.bin.index.json").exists()
+    if name != "wav2vec2":
+        assert hf.AutoTokenizer.from_pretrained(out).get_vocab() == templated.get_vocab()
+
+
+@pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])
+def test_a_tokenizer_that_its_model_names_is_named_by_itself(how, tokenizer, tmp_path):
+    """As GPT-2's on the hub, of which only the model's type tells the class."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    tiny("gpt2", vocab_size=4096).save_pretrained(source)
+    hf.GPT2TokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(source)
+    (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
+    assert CliRunner().invoke(app, ["convert", str(source), str(out), how]).exit_code == 0
+    told = hf.AutoTokenizer.from_pretrained(out)
+    assert isinstance(told, hf.PreTrainedTokenizerBase)
+    assert told.get_vocab() == tokenizer.get_vocab()
 
 
 def test_the_templates_of_a_hub_are_downloaded(monkeypatch, tmp_path):

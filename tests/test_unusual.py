@@ -12,9 +12,9 @@ from normgeo import convert, decompress, load_model, optimize
 from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
-from normgeo.conversion.probing import tied
+from normgeo.conversion.probing import outputs_of, tied
 from normgeo.conversion.trainable import bake
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.models import example_inputs
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
@@ -26,6 +26,10 @@ OPT = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
     "max_position_embeddings": 64, "word_embed_proj_dim": 16,
 }  # fmt: skip
+HEADED = {
+    hf.GPTJConfig: {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    hf.PhiConfig: zoo.SMALL | {"num_key_value_heads": 4, "num_labels": 3, "pad_token_id": 0},
+}
 NLLB_MOE = {
     "vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_experts": 4,
@@ -72,6 +76,26 @@ def test_what_is_loaded_again_is_equal(cls, config, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("cls", "auto"),
+    [
+        (hf.GPTJForQuestionAnswering, hf.AutoModelForQuestionAnswering),
+        (hf.PhiForSequenceClassification, hf.AutoModelForSequenceClassification),
+    ],
+)
+def test_heads_that_are_put_on_what_a_configuration_names_are_loaded_again(cls, auto, tmp_path):
+    """They look up by the configuration's class what that is, which of a converted model transformers does not know."""
+    torch.manual_seed(0)
+    model = zoo.perturb(cls(cls.config_class(**HEADED[cls.config_class])).eval())
+    save(convert(model), tmp_path / "out")
+    inputs = example_inputs(model)
+    plain = auto.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert plain.config.model_type == f"normgeo_{model.config.model_type}"
+    (expected, *_) = outputs_of(model, inputs)
+    for loaded in (plain, load_model(tmp_path / "out")):
+        torch.testing.assert_close(outputs_of(loaded, inputs)[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_cache_that_is_a_list_is_no_output():
     rwkv = next(a for a in architectures() if a.model_type == "rwkv")
     assert convert(zoo.perturb(tiny(rwkv).eval())).certificate.passed
@@ -101,6 +125,19 @@ def test_a_norm_that_layers_share_is_replaced_in_all_of_them(options):
     assert second.ln_1 is first.ln_1
     inputs = example_inputs(model)
     torch.testing.assert_close(logits(converted, inputs), logits(model, inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_a_classifier_without_padding_is_converted_on_what_it_takes():
+    """One text at a time, which only a user knows."""
+    config = hf.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=3)
+    torch.manual_seed(0)
+    model = zoo.perturb(hf.GPT2ForSequenceClassification(config).eval())
+    with pytest.raises(ModelError, match=r"batch sizes > 1 .*; pass inputs=\.\.\. that it accepts"):
+        convert(model)
+    ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(0))
+    conversion = convert(model, inputs={"input_ids": ids})
+    assert conversion.certificate.inputs == ("input_ids (1, 9)",)
+    torch.testing.assert_close(logits(conversion.model, {"input_ids": ids}), logits(model, {"input_ids": ids}))
 
 
 @torch.inference_mode()

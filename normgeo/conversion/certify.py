@@ -110,13 +110,17 @@ class _SingleInside(TorchDispatchMode):
         return out
 
 
+@torch.no_grad()
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Inputs to compare on, each with its own random content: several lengths, and one that reaches all it can.
 
-    None where only a user can make them.
+    None where only a user can make what the model takes.
     """
     try:
-        return [*several_inputs(model), reaching_inputs(model, seed=1)]
+        found = [*several_inputs(model), reaching_inputs(model, seed=1)]
+        with evaluating(model):
+            outputs_of(model, found[0])
+        return found
     except ModelError:
         return []
 

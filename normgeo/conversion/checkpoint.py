@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from normgeo import converted, models, norms
 from normgeo.conversion.certify import SINGLE, certificate_inputs
@@ -41,8 +42,10 @@ from normgeo.errors import ConversionError
 from normgeo.sites import evaluating
 from normgeo.system.files import taken
 
-__all__ = ["auto_map", "check_read", "describe", "native_class", "new_directory", "save", "write_config"]
+__all__ = ["auto_map", "check_read", "copy_beside", "describe", "native_class", "new_directory", "save", "write_config"]
 
+OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
+WRITTEN = {"config.json", "conversion.json"}
 READ_HALF = 3e-2
 """How far outputs in half precision may be from those of the checkpoint read again, whose constants were not cast."""
 
@@ -62,8 +65,7 @@ class ConvertedModel({model}):
     config_class = ConvertedConfig
 
     def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        rebuild(self, config.normgeo)
+        initialize(self, {model}, config, *args, **kwargs)
 """
 
 
@@ -125,13 +127,19 @@ def _moved_up(folder: Path) -> None:
 
 
 def save(
-    conversion: Conversion, out: Path | str, *, extras: list[Any] | tuple[Any, ...] = (), shard: str = "5GB"
+    conversion: Conversion,
+    out: Path | str,
+    *,
+    beside: Path | None = None,
+    extras: Iterable[Any] = (),
+    shard: str = "5GB",
 ) -> str:
     """Save a converted model; everything or nothing.
 
     Args:
         conversion: what `convert` gave, certified.
         out: a new directory.
+        beside: the original's checkpoint, of which everything but the model itself is copied.
         extras: tokenizer, image processor and the like, saved along.
         shard: largest size of a file.
 
@@ -148,6 +156,8 @@ def save(
     _check_told(model, conversion.recipe)
     native = native_model(conversion)
     with new_directory(Path(out)) as folder:
+        if beside is not None:
+            copy_beside(beside, folder)
         if native is not None:
             native.save_pretrained(folder, max_shard_size=shard)
         else:
@@ -161,6 +171,17 @@ def save(
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
         check_read(model, _read(model, folder))
     return "remote" if native is None else "native"
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy what goes with a model without being part of it: tokenizer, processors of images and sound, generation."""
+    templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
+    for path in [*source.iterdir(), *templates.glob("*.jinja")]:
+        model = path.suffix in OF_MODELS or path.name in WRITTEN or path.name.endswith(".index.json")
+        if path.is_file() and not model:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
 
 
 def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.models import default_dtype, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite, is_leaf
@@ -166,8 +166,10 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     try:
         with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
             result = model(**inputs, return_dict=True)
-    except RuntimeError as error:
-        line = str(error).strip().splitlines()[0]
+    except NormGeoError:
+        raise
+    except Exception as error:  # whatever a model raises
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
     tensors = [t for key, value in result.items() if key != "state" for t in _flat(value)]  # RWKV's cache is a list
     if not tensors:

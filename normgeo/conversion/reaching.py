@@ -124,7 +124,9 @@ def _between(
     taken = inspect.signature(model.forward).parameters
     token = first_attribute(model.config, *tokens)
     features: Any = next((getattr(m, method) for m in [*model.modules()][::-1] if hasattr(m, method)), None)
-    if token is None or main not in taken or main in inputs or "input_ids" not in inputs:
+    if token is None or main not in taken or "input_ids" not in inputs:
+        return
+    if main in inputs and (inputs["input_ids"] == token).any():  # an image may be there already, and no place for it
         return
     if "video_grid_thw" in taken and main == "pixel_values_videos":
         return  # by the way of images

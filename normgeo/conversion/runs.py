@@ -10,7 +10,6 @@ from typing import Any
 
 import huggingface_hub
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,8 +18,8 @@ from normgeo.conversion.convert import Conversion, convert, decompress
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
+from normgeo.examples import example_inputs
 from normgeo.models import (
-    EMBEDDED,
     explained,
     load_model,
     load_tokenizer,
@@ -29,12 +28,13 @@ from normgeo.models import (
     usable_device,
     whence,
 )
-from normgeo.stream import check_context
+from normgeo.stream import check_context, vocabulary
 from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]
 
 TOKENS = 2048  # to certify on
+OF_TEXT = {"input_ids", "decoder_input_ids", "attention_mask", "token_type_ids", "bbox"}  # boxes have a default
 
 
 def convert_checkpoint(
@@ -109,7 +109,8 @@ def convert_checkpoint(
     device = usable_device(device or "cpu")
     model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
-    extras = _extras(name, model, where)
+    tokenizer = load_tokenizer(name, **where)
+    extras = [] if tokenizer is None else [tokenizer]
     if to == "rmsnorm" and is_compressed(model):
         if data is not None or n_tokens != TOKENS or context is not None or keep_tie or fold_affine or padded:
             raise ConversionError(
@@ -118,8 +119,7 @@ def convert_checkpoint(
             )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
-        return conversion, save(conversion, out, extras=extras)
-    tokenizer = load_tokenizer(name, **where)
+        return conversion, save(conversion, out, beside=folder, extras=extras)
     batches = text_batches(model, data, tokenizer, n_tokens, context)
     announce(
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
@@ -127,7 +127,7 @@ def convert_checkpoint(
     conversion = convert(
         model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, certify_on=batches
     )  # fmt: skip
-    return conversion, save(conversion, out, extras=extras)
+    return conversion, save(conversion, out, beside=folder, extras=extras)
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -163,36 +163,22 @@ def text_batches(
     Raises:
         DataError: there is a data source but the model takes no text, or ids are beyond the vocabulary.
     """
-    takes_ids = model.main_input_name == "input_ids"
-    if data is None and (tokenizer is None or not takes_ids):
+    others = sorted(set(example_inputs(model)) - OF_TEXT)
+    if data is None and (tokenizer is None or others):
         return []
-    if not takes_ids:
-        raise DataError(f"{type(model).__name__} takes {model.main_input_name}, not text; leave --data out")
+    if others:
+        raise DataError(f"{type(model).__name__} takes {', '.join(others)}, not text alone; leave --data out")
     if context is not None and context < 2:
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)
     check_context(model, length)
     tokens = load_tokens(data or "sample", tokenizer, length)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
-    batches = []
+    known, batches = vocabulary(model), []
     for batch in tokens.batches(n_tokens, 2):
-        if int(batch.ids.max()) >= vocabulary:
-            raise DataError(f"token id {batch.ids.max()} is beyond the model's vocabulary of {vocabulary}")
+        if int(batch.ids.max()) >= known:
+            raise DataError(f"token id {batch.ids.max()} is beyond the model's vocabulary of {known}")
         ids = torch.from_numpy(batch.ids).to(model.device)
         decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         if ids.shape[1] > 1:
             batches.append({"input_ids": ids, **decoder})
     return batches
-
-
-def _extras(name: str, model: PreTrainedModel, where: dict[str, Any]) -> list[Any]:
-    """What is saved along: the tokenizer, or whatever prepares the model's input."""
-    tokenizer = load_tokenizer(name, **where)
-    if tokenizer is not None:
-        return [tokenizer]
-    if model.main_input_name == "input_ids" or name in EMBEDDED:
-        return []
-    try:
-        return [transformers.AutoImageProcessor.from_pretrained(name, **where)]
-    except (OSError, ValueError, KeyError, ImportError, TypeError):
-        return []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,24 +19,20 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from normgeo.conversion.centering import center_writers
-from normgeo.conversion.checkpoint import check_read, describe, new_directory, write_config
+from normgeo.conversion.checkpoint import check_read, copy_beside, describe, new_directory, write_config
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import Place, tied
 from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
-from normgeo.models import config_and_class
+from normgeo.models import config_and_class, load_tokenizer
 
 __all__ = ["Shards", "convert_sharded"]
 
 PLAIN, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-SKIPPED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
-REPLACED = {"config.json", "conversion.json", INDEX}
 
 
 class Shards:
@@ -126,7 +121,10 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion.model, _first_layers(conversion.model, written))
         write_config(final, cls, recipe, folder, first.dtype)
-        _copy_beside(source, folder)
+        copy_beside(source, folder)
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
         (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": depth}, indent=2))
     return done
 
@@ -155,16 +153,6 @@ def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
             f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
             "convert it in memory"
         )
-
-
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Copy what goes with a model without being part of it: tokenizer, image processor, generation settings."""
-    templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
-    for path in [*source.iterdir(), *templates.glob("*.jinja")]:
-        if path.is_file() and path.suffix not in SKIPPED and path.name not in REPLACED:
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
 
 
 def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> Shards:
