@@ -137,8 +137,15 @@ void norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, 
     }
     const float scale = 1 / std::sqrt(square / (d + (kind == CRMS)) + eps), offset = affine.offset;
     const W *weight = static_cast<const W*>(affine.weight), *bias = static_cast<const W*>(affine.bias);
+    const bool ahead = d * sizeof(T) <= 4096;  // with a longer row the next one would push gamma and beta out of the cache
     auto write = [&](auto at) {  // at(v, place, numbers there)
-        along<K>(d, [&](int64_t j, int64_t n, int) { put<K>(at(get<K>(residual + j, n), j, n), out + j, n); });
+        along<K>(d, [&](int64_t j, int64_t n, int p) {
+            if (ahead && p * N * sizeof(T) % 64 == 0) {  // the next row comes while this one is written
+                __builtin_prefetch(residual + d + j);
+                if (ADD) __builtin_prefetch(x + d + j);
+            }
+            put<K>(at(get<K>(residual + j, n), j, n), out + j, n);
+        });
     };
     auto gain = [&](const Pack<K>& v, int64_t j, int64_t n) {
         const Pack<K> w = get<K>(weight + j, n);
