@@ -64,9 +64,9 @@ class Machine:
 
 
 CPU = Machine(
-    # normgeo bench store SmolLM2-135M --dtype bfloat16 on two cores of an AMD EPYC: 1,247 tokens/s forward, 1.0186 of
-    # its time with statistics, 1,274 MB/s into a store; 248 MFLOP and 141 kB of hidden states a token
-    "CPU of 2 cores", "measured", 1247.4 * 248e6, 140.5e3 * 1247.4 / 0.0186, float("inf"), 1274.2e6, 252e9,
+    # normgeo bench store SmolLM2-135M --dtype bfloat16 on two cores of an AMD EPYC: 1,007 tokens/s forward, 1.0054 of
+    # its time with statistics, 2,623 MB/s into a store; 248 MFLOP and 141 kB of hidden states a token
+    "CPU of 2 cores", "measured", 1007.1 * 248e6, 140.5e3 * 1007.1 / 0.0054, float("inf"), 2622.7e6, 252e9,
     False,
 )  # fmt: skip
 NODE = Machine(
