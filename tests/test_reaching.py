@@ -105,6 +105,7 @@ def test_what_no_input_reaches_is_named():
     conversion = convert(tiny(ALL["wav2vec2"]))
     assert conversion.certificate.passed
     assert conversion.certificate.unreached == ("wav2vec2.masked_spec_embed",)
+    assert "passed, on what its inputs reach\n" in conversion.certificate.table()
     assert "unreached" in conversion.certificate.table()
     assert "1: wav2vec2.masked_spec_embed" in conversion.certificate.table()
     assert "unreached" not in convert(tiny(ALL["gpt2"])).certificate.table()

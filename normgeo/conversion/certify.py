@@ -78,8 +78,9 @@ class Certificate:
         inside = ", for it computes in single precision inside" if self.single_inside else ""
         before, after = self.perplexity_original, self.perplexity_converted
         norms = f"{self.replaced} norms replaced, {self.kept} kept, {self.untouched} untouched"
+        partly = ", on what its inputs reach" if self.unreached else ""
         rows = {
-            "certificate": "passed" if self.passed else "NOT passed",
+            "certificate": f"passed{partly}" if self.passed else "NOT passed",
             "what was done": f"{norms}, {self.recentered} explicit recenters",
             "error in float64": f"{self.error_rel:.2g} of an output's largest; allowed {self.tolerance:g}{inside}",
             f"error in {self.own_dtype}": f"{self.own_error:.3g}, and {self.original_error:.3g} of the original's own",
