@@ -8,6 +8,7 @@ its own, since Triton's interpreter, which other tests use, replaces the compile
 import re
 import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -28,11 +29,12 @@ class Absent:
         return GPUTarget("cuda", int(sys.argv[1]), 32)
 
 
-def spilled(kernel, path="kernel.cubin"):
-    with open(path, "wb") as file:
+def spilled(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        file.flush()
+        call = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
