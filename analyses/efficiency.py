@@ -77,7 +77,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     names = [name for name in LABELS if name in set(frame.variant)]
     for axes, (key, part) in zip(grid, conditions, strict=True):
         for one, prefix in zip(axes, ("", "norm_"), strict=True):
-            _bars(one, part, names, prefix)
+            _compared(one, part, names, prefix)
         axes[0].set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
         axes[0].set_ylabel("time / Pre-LN")
     _axes.legend(figure, columns=4)
@@ -86,33 +86,36 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     return figure
 
 
-def _bars(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
-    """A group of bars for each model and shape, a bar a variant; the axis begins where what differs can be seen."""
+def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
+    """A group for each model and shape: points for whole passes, around 1, and bars from 0 for what is inside."""
     cases = part[["dtype", "model", "batch", "length"]].drop_duplicates()
     value = f"{prefix}ratio"
     wide = 0.84 / len(names)
-    lows, highs = [], []
+    lows, highs, middles = [], [], []
     for k, name in enumerate(names):
         rows = cases.merge(part[part.variant == name], how="left")
         if rows[value].isna().all():
             continue
         error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
-        axes.bar(
-            np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), rows[value], wide, yerr=error, label=LABELS[name],
-            color=ENDS.get(name, _axes.PALETTE[k % 7]), linewidth=0,
-            error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
-        )  # fmt: skip
+        at, color = np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), ENDS.get(name, _axes.PALETTE[k % 7])
+        ticks = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
+        if prefix:
+            axes.bar(at, rows[value], wide, yerr=error, label=LABELS[name], color=color, linewidth=0, error_kw=ticks)
+        else:
+            axes.errorbar(at, rows[value], error, label=LABELS[name], color=color, fmt="o", markersize=2.5, **ticks)
         lows.append(float(rows[f"{value}_q25"].min()))
-        highs.append(float(rows[value].max()))
+        highs.append(float(rows[f"{value}_q75"].max()))
+        middles.append(float(rows[value].max()))
     if not lows:
         axes.set_axis_off()
         return
     if prefix:
         axes.set_title("norms and residual additions inside", fontsize=8)
     axes.axhline(1, color="0.3", linewidth=0.6)
-    bottom = 0 if prefix else max(0.0, np.floor(20 * min(lows) - 0.2) / 20)
-    axes.set_ylim(bottom, max(1.0, *highs) * 1.08)  # of few rounds one may take several times as long
+    top = max(1.0, min(max(highs), 1.5 * max(middles)))  # of few rounds one may take several times as long
+    room = 0.05 * (top if prefix else top - min(lows))
+    axes.set_ylim(0 if prefix else min(lows) - room, top + room)
     shapes, dtypes = cases.duplicated(["dtype", "model"]).any(), cases.dtype.nunique() > 1
     labels = [f"{m}\n{f'{b} x {n}' if shapes else t if dtypes else ''}" for t, m, b, n in cases.itertuples(index=False)]
-    axes.set_xticks(np.arange(len(cases)), labels, fontsize=6)
+    axes.set_xticks(np.arange(len(cases)), labels, fontsize=6 if len(cases) < 7 else 5.5)
     axes.grid(visible=False, axis="x")

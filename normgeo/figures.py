@@ -176,7 +176,7 @@ def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
 def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
-    figure, panels = _by_layer(pre, "What mean subtraction removes", "share of energy along 1", True)
+    figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     for axes, _, part in panels:
         null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
         if len(null):

@@ -157,10 +157,8 @@ def _named_rows(
                 n = state["count"][:, i, 0].sum()  # vectors of equal components count, turned by 90 degrees
                 mean = state["rotation"][:, i].sum() / UNIT / n
                 square = state["rotation_square"][:, i].sum() / UNIT / n
-                row |= {
-                    "rotation_deg": mean,
-                    "rotation_std_deg": float(np.sqrt(max(0.0, square - mean * mean))),
-                }
+                variance = square - mean * mean if n > 1 else 0.0  # of one it would be rounding
+                row |= {"rotation_deg": mean, "rotation_std_deg": float(np.sqrt(max(0.0, variance)))}
         yield row
 
 
