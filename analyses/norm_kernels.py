@@ -19,7 +19,8 @@ from normgeo.bench.norms import norm_summary
 
 SHOWN = {
     "rms_norm": "F.rms_norm", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",
-    "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm (over add + LayerNorm)", "copy": "a copy of its input",
+    "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm (over add + LayerNorm)",
+    "copy": "a copy of its input",
 }  # fmt: skip
 
 TOP = 1.6  # of the axes; what is beyond is written on its bar

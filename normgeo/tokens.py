@@ -321,7 +321,7 @@ def load_tokens(
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
     packed = Packed(kept, tokenizer, context)
     if next(packed(), None) is None:
-        raise DataError(f"{source} has no text in it")
+        raise DataError(f"{source} has no text in it{', beside what is left out' if exclude else ''}")
     packing = f"documents packed one after the other ({packed.between}), cut every {context} tokens, no padding"
     return TokenStream(packed, context, source, digest, packing, marks=packed.marks)
 

@@ -6,7 +6,7 @@ import pytest
 from training_zoo import small, trained
 
 from normgeo.errors import NormGeoError
-from normgeo.training.recipe import SIZES, checkpoint_steps, learning_rate, recipe_for
+from normgeo.training.recipe import SIZES, is_kept, learning_rate, recipe_for
 from normgeo.training.twins import build_twin
 
 
@@ -20,9 +20,11 @@ def test_sizes_are_those_of_table_2():
 
 def test_checkpoints_are_those_of_appendix_a2():
     thousands = [*range(1000, 10_000, 1000), *range(10_000, 100_001, 10_000)]
-    assert checkpoint_steps(SIZES["70m"]) == thousands
-    assert checkpoint_steps(SIZES["1b"]) == [step for step in thousands if step <= 50_000]
-    assert checkpoint_steps(recipe_for("70m", steps=2500)) == [1000, 2000, 2500]
+    kept = lambda recipe: [step for step in range(recipe.steps + 1) if is_kept(step, recipe)]  # noqa: E731
+    assert kept(SIZES["70m"]) == thousands
+    assert kept(SIZES["1b"]) == [step for step in thousands if step <= 50_000]
+    assert kept(recipe_for("70m", steps=2500)) == [1000, 2000, 2500]
+    assert is_kept(10**9, recipe_for("70m", steps=2 * 10**9))
 
 
 def test_learning_rate_warms_up_and_decays_to_a_tenth():

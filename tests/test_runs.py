@@ -281,6 +281,19 @@ def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_pa
         start_run(RunConfig((str(tmp_path / "all"),), data, null=4), tmp_path / "b", progress=False)
 
 
+def test_a_site_without_any_angle_is_said_after_a_block(tmp_path, no_figures, monkeypatch):
+    """Not after a million tokens."""
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 16)))
+    model = tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias[3] = torch.nan
+    model.save_pretrained(tmp_path / "late")
+    config = RunConfig((str(tmp_path / "late"),), str(tmp_path / "ids.npy"), null=4, batch=2)
+    monkeypatch.setattr(job, "BLOCK_TOKENS", 64)
+    with pytest.raises(ActivationError, match=r"ln_f \(pre\) has an angle: all 64 are zero"):
+        start_run(config, tmp_path / "run", progress=False)
+
+
 def test_ids_are_ids_in_a_file_of_either_case(tmp_path):
     np.save(tmp_path / "ids.npy", np.full((4, 9), 5))
     path = (tmp_path / "ids.npy").rename(tmp_path / "IDS.NPY")

@@ -222,6 +222,9 @@ def test_small_rates_are_shown(tmp_path, normgeo):
     [
         (("--accumulate", 3), "give --batch a multiple of 3"),
         (("--context", 1), "--context must be at least 2"),
+        (("--steps", 10**12), "--steps must be at most 2147483647, received 1000000000000"),
+        (("--vocabulary", 10**20), "--vocabulary must be at most 2147483647"),
+        (("--batch", 2**31 - 1), "do not fit into memory; give a smaller --batch"),
         (("--precision", "fp16"), "cannot train in fp16 on a CPU"),
         (("--lr", 1e30, "--warmup", 0), "lower the learning rate"),
     ],
@@ -232,6 +235,38 @@ def test_a_start_that_fails_leaves_nothing(words, says, tmp_path, normgeo):
     assert status == 1
     assert says in " ".join(error.split())
     assert not (tmp_path / "twins").exists()
+
+
+def test_ids_beyond_every_vocabulary_are_not_taken_for_others(tmp_path, normgeo):
+    ids = np.random.default_rng(0).integers(0, 300, 3000)
+    np.save(tmp_path / "ids.npy", ids + (np.arange(3000) % 2) * 2**32)
+    words = ("train", "--size", "tiny", "--data", tmp_path / "ids.npy", "--vocabulary", 300, "--out", tmp_path / "run")
+    status, _, error = normgeo(*words)
+    assert status == 1
+    assert "beyond a vocabulary of 300" in " ".join(error.split())
+    assert str(2**32 + 100)[:3] in error
+
+
+def test_a_corpus_that_is_left_out_as_a_whole_is_named(tmp_path, normgeo):
+    articles(tmp_path)
+    words = ("train", "--data", tmp_path / "text.jsonl", "--exclude", tmp_path / "text.jsonl", "--size", "tiny")
+    status, _, error = normgeo(*words, "--out", tmp_path / "run")
+    assert status == 1
+    assert "beside what is left out" in " ".join(error.split())
+
+
+def test_a_resumed_runs_checkpoints_are_those_of_one_in_one_piece(tmp_path):
+    articles(tmp_path)
+    config = TrainConfig("pre-crmsnorm", str(tmp_path / "text.jsonl"), device="cpu")
+    start_training(config, small(steps=2), tmp_path / "whole", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        start_training(config, small(steps=2), tmp_path / "run", report=stopping(print, at=1), progress=False)
+    resume_training(tmp_path / "run", progress=False)
+    last = "pre-crmsnorm/checkpoints/step-00000002"
+    names = sorted(path.name for path in (tmp_path / "whole" / last).iterdir())
+    assert "tokenizer_config.json" in names
+    for name in names:
+        assert (tmp_path / "run" / last / name).read_bytes() == (tmp_path / "whole" / last / name).read_bytes(), name
 
 
 def test_a_tokenizer_in_python_is_resumed(tmp_path):

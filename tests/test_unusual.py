@@ -158,6 +158,34 @@ def test_a_tie_is_kept_though_one_of_its_tables_is_never_read(name, tmp_path):
     torch.testing.assert_close(logits(again, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mbart", "m2m_100", "pegasus"])
+def test_a_table_that_is_never_read_may_take_the_place_of_those_it_is_tied_to(name):
+    """As resizing has it in BART's family, where `model.shared` becomes the encoder's and the decoder's."""
+    model = zoo.perturb(tiny(next(a for a in architectures() if a.model_type == name)))
+    converted, known = convert(model).model, model.get_input_embeddings().num_embeddings
+    inputs = example_inputs(model, seed=4)
+    mine = converted.get_input_embeddings()(inputs["input_ids"])
+    torch.testing.assert_close(mine, converted.get_encoder().embed_tokens(inputs["input_ids"]))
+    for one in (model, converted):
+        one.resize_token_embeddings(known + 8, mean_resizing=False)
+    a, b = (logits(one, inputs)[..., :known] for one in (model, converted))
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_that_longer_sounds_have_made_anew_is_not_folded():
+    """The inputs made up are as long as Speech2Text's positions; a user's may be longer."""
+    config = hf.Speech2TextConfig(
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=96, input_feat_per_channel=8, conv_channels=32,
+        max_source_positions=32, max_target_positions=32, pad_token_id=1, decoder_start_token_id=2, init_std=0.2,
+    )  # fmt: skip
+    model = zoo.perturb(hf.Speech2TextForConditionalGeneration(config).eval())
+    converted = convert(model).model
+    for frames in (64, 200, 64):  # longer ones change the table for good
+        inputs = {"input_features": torch.randn(2, frames, 8), "decoder_input_ids": torch.tensor([[2, 5], [2, 9]])}
+        torch.testing.assert_close(logits(converted, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
+
+
 def test_streams_without_a_writer_are_compressed():
     """In PatchTSMixer every mean is removed explicitly."""
     model = tiny(next(a for a in architectures() if a.model_type == "patchtsmixer"))

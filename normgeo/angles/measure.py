@@ -24,7 +24,9 @@ from normgeo.stream import check_context, check_pass, check_sites, stream
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
-__all__ = ["AngleTable", "check_numbers", "directions_of", "measure_angles", "new_statistics", "select_sites"]
+__all__ = [
+    "AngleTable", "check_numbers", "check_seen", "directions_of", "measure_angles", "new_statistics", "select_sites",
+]  # fmt: skip
 
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
 LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0}
@@ -93,6 +95,7 @@ class AngleTable:
         Raises:
             ActivationError: a site has seen no vector with an angle.
         """
+        check_seen(statistics)
         state = {name: value.numpy() for name, value in statistics.totals().items()}
         everything, groups = _moments(state, whole=True), _moments(state, whole=False)
         rows, sinks = [], []
@@ -101,12 +104,6 @@ class AngleTable:
                      "stack": site.stack, "d": site.d, "heads": site.heads, "eps": site.eps,
                      "dtype": site.dtype}  # fmt: skip
             for p, phase in enumerate(PHASES):
-                if not everything["n_tokens"][0, i, p].all():
-                    n = everything["n_excluded"][0, i, p, 0]
-                    raise ActivationError(
-                        f"no vector at {site.key} ({phase}) has an angle: all {n} are zero or not finite. Are the "
-                        "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room"
-                    )
                 key = about | {"phase": phase}
                 rows += [key | row for row in _named_rows(state, everything, i, p)]
                 if statistics.k:
@@ -115,6 +112,23 @@ class AngleTable:
         frame = pd.DataFrame(rows)
         absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
         return cls(frame.reindex(columns=[*frame, *absent]), pd.DataFrame(sinks))
+
+
+def check_seen(statistics: AngleStatistics) -> None:
+    """Refuse a site at which no vector had an angle.
+
+    Raises:
+        ActivationError: there is one.
+    """
+    state = statistics.totals()
+    seen, excluded = (state[name].sum(0).tolist() for name in ("count", "excluded"))
+    for site, counts, others in zip(statistics.sites, seen, excluded, strict=True):
+        for phase, n, left in zip(PHASES, counts, others, strict=True):
+            if not n:
+                raise ActivationError(
+                    f"no vector at {site.key} ({phase}) has an angle: all {left:.0f} are zero or not finite. Are the "
+                    "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room"
+                )
 
 
 def _moments(state: dict[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]:

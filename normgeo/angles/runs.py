@@ -27,7 +27,7 @@ import safetensors.torch
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
 from normgeo.angles.job import Job, RunConfig, check_same, prepare
-from normgeo.angles.measure import AngleTable, new_statistics
+from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
@@ -221,6 +221,7 @@ def _measure(
             uncommitted += batch.n_tokens
             chain = hashlib.sha256(chain.encode() + batch.ids.tobytes()).hexdigest()
             if uncommitted >= job.block or done == job.n_tokens:
+                check_seen(statistics)  # where nothing in a whole block has an angle, nothing will
                 if writer is not None:
                     writer.flush()
                 about = {"tokens_done": str(done), "tokens_sha256": chain}

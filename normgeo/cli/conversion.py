@@ -31,6 +31,10 @@ def convert(
     keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
     padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
+    outputs: Annotated[
+        str | None,
+        typer.Option(help="What must not change: names with commas between, a.b for b inside a.", show_default="all"),
+    ] = None,
     by_shard: Annotated[
         bool | None,
         typer.Option("--by-shard/--in-memory", help="Tensor by tensor.", show_default="where memory is short"),
@@ -44,15 +48,18 @@ def convert(
 
     quiet()
     if by_shard:
-        refuse_beside("--by-shard", "model", "out", "--to", "--revision", "--trust-remote-code")
+        refuse_beside("--by-shard", "model", "out", "--to", "--outputs", "--revision", "--trust-remote-code")
+    names = [name.strip() for name in outputs.split(",")] if outputs else []
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
-        fold_affine=fold, padded=padded, by_shard=by_shard, revision=revision, trust_remote_code=trust_remote_code,
-        announce=console.print,
+        fold_affine=fold, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
+        trust_remote_code=trust_remote_code, announce=console.print,
     )  # fmt: skip
     console.print(conversion.certificate.table())
     for name, why in conversion.kept.items():
         console.print(f"  kept {name}: {why}")
+    if any("the model's output" in why for why in conversion.kept.values()):
+        console.print("  --outputs with those that you need may let the norms before others be replaced")
     for place in conversion.recentered:
         console.print(
             f"  recentered {place.module} ({place.side} {place.argument}): costs what a LayerNorm's mean cost"

@@ -20,9 +20,9 @@ def main() -> None:
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:
         app()
-    except (NormGeoError, OSError) as error:
+    except (NormGeoError, OSError, MemoryError) as error:
         if debug:
             raise
-        line = str(error) if isinstance(error, NormGeoError) else f"{error}; --debug shows where"
+        line = str(error) if isinstance(error, NormGeoError) else f"{error or 'out of memory'}; --debug shows where"
         Console(stderr=True).print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
         sys.exit(1)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from normgeo.conversion.gauge import INVISIBLE, Gauge, center
-from normgeo.conversion.probing import Place, outputs_of, site_inputs
+from normgeo.conversion.gauge import Gauge, center
+from normgeo.conversion.probing import INVISIBLE, Place, outputs_of, site_inputs
 from normgeo.converted import recenter_at
 from normgeo.sites import NormSite
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from normgeo.conversion.probing import outputs_of
+from normgeo.conversion.probing import looked_at, outputs_of
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
@@ -46,6 +46,7 @@ class Certificate:
         replaced, kept, untouched, recentered: how many.
         unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether
             they write into a stream is not known: for inputs that reach them the certificate says nothing.
+        outputs: the outputs that are compared; empty for all. The others need not be equal.
     """
 
     passed: bool
@@ -68,6 +69,7 @@ class Certificate:
     untouched: int
     recentered: int
     unreached: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The fields as JSON."""
@@ -88,6 +90,7 @@ class Certificate:
             "perplexity": f"{before:.6f} before, {after:.6f} after, on {self.tokens:,} tokens" if self.tokens else "",
             "means left at norms": f"{self.site_mean:.2g} of the rms of what they are given",
             "compared on": "; ".join(self.inputs),
+            "compared are": f"{', '.join(self.outputs)} alone" if self.outputs else "",
             "unreached": listed(self.unreached),
         }
         width = max(map(len, rows))
@@ -220,4 +223,5 @@ def certify(
         tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
         own.kl / max(own.batches, 1), own.top1 / max(own.batches, 1), own.perplexity(0), own.perplexity(1), own.tokens,
         site_mean, **counts, unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
+        outputs=looked_at(),
     )  # fmt: skip

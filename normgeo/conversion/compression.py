@@ -10,14 +10,15 @@ keeps gamma and beta and gives all d numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from normgeo.conversion.gauge import INVISIBLE, Gauge, Reader, Shift
-from normgeo.conversion.probing import outputs_of, same, site_inputs
+from normgeo.conversion.gauge import Gauge, Reader, Shift
+from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, rebuild, reshape
 from normgeo.errors import ConversionError
@@ -34,7 +35,7 @@ def _along(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
 
 @torch.no_grad()
 def fold(
-    exact: PreTrainedModel, gauge: Gauge, names: set[str], inputs: dict[str, Tensor], recipe: dict[str, Any]
+    exact: PreTrainedModel, gauge: Gauge, names: Sequence[str], inputs: dict[str, Tensor], recipe: dict[str, Any]
 ) -> None:
     """Fold gamma and beta of these norms into their readers where outputs stay equal; the recipe notes where."""
     truth = outputs_of(exact, inputs)

@@ -24,8 +24,8 @@ from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
 from normgeo.conversion.checks import check_convertible, check_inputs
 from normgeo.conversion.compression import compress, expand, fold
-from normgeo.conversion.gauge import INVISIBLE, Gauge, find_gauge
-from normgeo.conversion.probing import Place, float64_copy, outputs_of, same, tied, untie
+from normgeo.conversion.gauge import Gauge, find_gauge
+from normgeo.conversion.probing import INVISIBLE, Place, float64_copy, looking_at, outputs_of, same, tied, untie
 from normgeo.conversion.reaching import reaching_inputs
 from normgeo.conversion.shallow import shallow_gauge
 from normgeo.conversion.trainable import parametrized, trains_as
@@ -75,6 +75,7 @@ def convert(
     fold_affine: bool = False,
     padded: bool = False,
     trainable: bool = False,
+    outputs: Sequence[str] = (),
     gauge: Gauge | None = None,
     certify_on: Sequence[dict[str, Tensor]] = (),
 ) -> Conversion:
@@ -90,13 +91,15 @@ def convert(
         padded: for CRMSNorm keep width d, the last number zero: for devices that are slow at odd widths.
         trainable: give a model that trains as the original does: writers are parametrized as center(V), or recentered
             behind dropout and scales. `trainable.bake` makes plain weights of it for inference.
+        outputs: what must not change, by name, `a.b` for b inside a; all when empty. An output that is the stream
+            itself (`vision_model_output.last_hidden_state` of CLIP) keeps the norms before it from being replaced.
         gauge: the model's gauge, where it is known already.
         certify_on: batches of real text (`input_ids`) for the certificate, beside made-up inputs of several lengths.
 
     Raises:
         ConversionError: there is no LayerNorm, none could be replaced, the weights are not plain numbers, or the
             certificate failed.
-        ModelError: outputs are NaN, or random.
+        ModelError: outputs are NaN, or random, or there is none of a name in `outputs`.
 
     >>> from normgeo import convert, load_model
     >>> conversion = convert(load_model("embedded-layernorm"))
@@ -105,13 +108,23 @@ def convert(
     """
     check_convertible(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable, fold_affine=fold_affine)
     check_inputs([*([] if inputs is None else [inputs]), *certify_on])
-    inputs = reaching_inputs(model) if inputs is None else inputs
-    if gauge is None:
-        gauge = _gauge(model, inputs, trainable)
-    if not gauge.layernorms:
-        raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
-    if trainable:
-        return _trainable(model, gauge, inputs, certify_on)
+    with looking_at(outputs):
+        inputs = reaching_inputs(model) if inputs is None else inputs
+        if gauge is None:
+            gauge = _gauge(model, inputs, trainable)
+        if not gauge.layernorms:
+            raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
+        if trainable:
+            return _trainable(model, gauge, inputs, certify_on)
+        return _converted(
+            model, to, gauge, inputs, certify_on, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded
+        )
+
+
+def _converted(
+    model: PreTrainedModel, to: str, gauge: Gauge, inputs: dict[str, Tensor], certify_on: Sequence[dict[str, Tensor]],
+    *, keep_tie: bool, fold_affine: bool, padded: bool,
+) -> Conversion:  # fmt: skip
     exact = float64_copy(model)
     recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
     means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
@@ -120,7 +133,7 @@ def convert(
     recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site, centered) for site in chosen}
     _replace(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
-        fold(exact, gauge, {site.name for site in chosen}, inputs, recipe)
+        fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
     if to == "crmsnorm":
         if kept:
             raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(kept))
@@ -371,13 +384,7 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str,
         linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
         rest = [n for n in group if n not in linear]
         plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
-        unused = [
-            n for n in rest if any(torch.equal(values[n], values[head]) for head in linear)
-        ]  # BART's shared table
-        used = [n for n in rest if n not in unused]
-        if not (used and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in used)):
+        if not (rest and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in rest)):
             raise ConversionError(f"{', '.join(group)} cannot stay tied: convert without keeping the tie")
-        for name in unused:  # if it was read after all, the certificate shows it
-            values[name].copy_(values[used[0]])
         heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
     return heads

@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.conversion.probing import (
+    INVISIBLE,
     Place,
     Trace,
     float64_copy,
@@ -41,15 +42,12 @@ from normgeo.conversion.probing import (
     traced,
 )
 from normgeo.conversion.reaching import beside, reaching_inputs, without_effect
+from normgeo.conversion.tables import written_by_tables
 from normgeo.errors import ModelError
-from normgeo.examples import example_inputs
 from normgeo.models import check_model
 from normgeo.sites import NormSite, find_sites
 
-__all__ = ["INVISIBLE", "Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
-
-INVISIBLE = 1e-6
-"""Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
+__all__ = ["Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
 
 
 class Shift(NamedTuple):
@@ -184,11 +182,12 @@ class _Probe:
         unseen = self._unseen(found)
         idle = tuple(s.key for s in self.sites if s.name in self.gains and not _reached(found[f"{s.name}.weight"]))
         writers, readers = self._by_analogy(unseen, writers, readers)
+        writers += self._tied_tables(found, writers)
         del visible, found  # as large as the model, in float64
         seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
-        tables = self._tables([o.detach() for o in outputs])
+        tables = tuple(Shift(*table) for table in written_by_tables(self.model, self.sites, self.inputs))
         unreached = without_effect(self.model, unseen, [self.inputs])
         raw = self._raw_readers(writers)
         return Gauge(writers, scaled, tables, readers, invisible, raw, self.sites, idle, unreached)
@@ -308,6 +307,16 @@ class _Probe:
             readers += tuple(Reader(name, axis, norm) for axis, norm in reads if norm in self.gains)
         return writers, readers
 
+    def _tied_tables(self, visible: Mapping[str, Tensor | None], writers: tuple[Shift, ...]) -> tuple[Shift, ...]:
+        """And embeddings that no output depends on, as those they are tied to: resizing puts them in their place."""
+        found, axes = list[Shift](), {shift.parameter: shift.axis for shift in writers}
+        for name, group in self.shared.items():
+            tables = [n for n in group if isinstance(self.model.get_submodule(n.rpartition(".")[0]), nn.Embedding)]
+            said = {axes.get(peer, -1) for peer in tables if _reached(visible[peer])}
+            if name in tables and not _reached(visible[name]) and len(said) == 1 and said != {-1}:
+                found.append(Shift(name, *said))
+        return tuple(found)
+
     @torch.no_grad()
     def _scales_no_more(self, scale: str, scaled: Mapping[Shift, str], visible: Mapping[str, Tensor | None]) -> bool:
         """Whether v can be folded: whether v (W x + b) has no part whose mean something sees.
@@ -331,36 +340,6 @@ class _Probe:
         ratios = ratio(gradient, axis, 1 / torch.stack([v.detach() for v in vectors.values()]))
         best = int(ratios.argmin())
         return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
-
-    @torch.no_grad()
-    def _tables(self, outputs: list[Tensor]) -> tuple[Shift, ...]:
-        """Buffers that write into a stream; by shifting them, because models detach them from the gradient."""
-        found = []
-        for name, buffer in list(self.model.named_buffers()):
-            for axis, size in enumerate(buffer.shape):
-                if size in self.widths and buffer.is_floating_point() and buffer.ndim > 1:
-                    kept, means = buffer.clone(), self._means()
-                    buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
-                    hidden = same(outputs, outputs_of(self.model, self.inputs), INVISIBLE)
-                    moves = not same(means, self._means(), INVISIBLE)
-                    buffer.copy_(kept)
-                    if hidden and moves and not self._regenerates(name):
-                        found.append(Shift(name, axis))
-        return tuple(found)
-
-    def _means(self) -> list[Tensor]:
-        with site_inputs(self.model, [s for s in self.sites if s.kind == "layernorm"]) as given:
-            outputs_of(self.model, self.inputs)
-        return [x.mean(-1) for tensors in given.values() for x in tensors]
-
-    def _regenerates(self, name: str) -> bool:
-        """Whether the model makes this table anew when an input is longer: then what is centered would be undone."""
-        table = self.model.get_buffer(name)
-        try:
-            outputs_of(self.model, example_inputs(self.model, time=table.shape[0] + 8))
-        except Exception:  # it takes no longer inputs, whatever it raises then
-            return False
-        return self.model.get_buffer(name) is not table
 
     def _raw(self, mean: Tensor, trace: Trace, outputs: list[Tensor]) -> tuple[str, ...]:
         """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""

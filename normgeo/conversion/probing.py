@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,9 +21,12 @@ from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite, is_leaf
 
 __all__ = [
-    "Place", "Trace", "Use", "float64_copy", "made_generic", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
-    "traced", "untie",
+    "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "looked_at", "looking_at", "made_generic", "outputs_of",
+    "plain_norms", "same", "site_inputs", "tied", "traced", "untie",
 ]  # fmt: skip
+
+INVISIBLE = 1e-6
+"""Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
 
 
 class Place(NamedTuple):
@@ -133,13 +137,35 @@ def plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[Pr
     return probe.requires_grad_(True), gains
 
 
-def _flat(value: Any) -> Iterator[Tensor]:
+_looked_at: ContextVar[tuple[str, ...]] = ContextVar("looked_at", default=())
+
+
+def looked_at() -> tuple[str, ...]:
+    """The outputs that `outputs_of` gives; empty for all."""
+    return _looked_at.get()
+
+
+@contextmanager
+def looking_at(outputs: Sequence[str]) -> Iterator[None]:
+    """While inside, `outputs_of` gives these outputs alone, which may be inside others (`a.b`); all for none."""
+    token = _looked_at.set((outputs,) if isinstance(outputs, str) else tuple(outputs))
+    try:
+        yield
+    finally:
+        _looked_at.reset(token)
+
+
+def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in an output, in those inside it and in their tuples, which have one name."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
-            yield value
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _flat(part)
+            yield from _named(part, name)
 
 
 @contextmanager
@@ -154,12 +180,12 @@ def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Every floating-point tensor that a model returns for these inputs, caches aside.
+    """Every floating-point tensor that a model returns for these inputs, caches aside; see `looking_at`.
 
     A model in training mode draws the same random numbers each time.
 
     Raises:
-        ModelError: the model fails, an output is NaN or infinite, or there is none.
+        ModelError: the model fails, an output is NaN or infinite, there is none, or none of a name that is looked at.
     """
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
@@ -171,12 +197,21 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     except Exception as error:  # whatever a model raises
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
-    tensors = [t for key, value in result.items() if key != "state" for t in _flat(value)]  # RWKV's cache is a list
+    found = [pair for key, value in result.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
+    for wanted in looked_at():
+        if not any(_is_of(key, wanted) for key, _ in found):
+            there = ", ".join(dict.fromkeys(key for key, _ in found))
+            raise ModelError(f"{name} has no output {wanted!r} for {', '.join(inputs)}; it gives {there}")
+    tensors = [t for key, t in found if not looked_at() or any(_is_of(key, wanted) for wanted in looked_at())]
     if not tensors:
         raise ModelError(f"{name} returned no tensor to compare")
     if not all(torch.isfinite(t).all() for t in tensors):
         raise ModelError(f"{name} returns NaN or infinite outputs; nothing can be said of it")
     return tensors
+
+
+def _is_of(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(f"{wanted}.")
 
 
 def same(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def convert_checkpoint(
     keep_tie: bool = False,
     fold_affine: bool = False,
     padded: bool = False,
+    outputs: Sequence[str] = (),
     by_shard: bool | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -69,9 +70,10 @@ def convert_checkpoint(
         keep_tie: as for `convert`, like the next two.
         fold_affine: see there.
         padded: see there.
+        outputs: see there.
         by_shard: convert tensor by tensor, with the memory of one shard, certified on the model's first layers; None
-            does so where float64 copies of the whole model would not fit into memory. Only `revision` and
-            `trust_remote_code` go with it.
+            does so where float64 copies of the whole model would not fit into memory. Only `outputs`, `revision`
+            and `trust_remote_code` go with it.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the repository's own code.
         announce: takes a line for each step.
@@ -104,7 +106,7 @@ def convert_checkpoint(
             hint = ", or ask for --in-memory (by_shard=False)" if short else ""
             raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
         announce(f"{name}: shard by shard, certified on its first layers")
-        return convert_sharded(folder, out, trust_remote_code=trust_remote_code), "remote"
+        return convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     device = usable_device(device or "cpu")
     model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
@@ -112,10 +114,11 @@ def convert_checkpoint(
     tokenizer = load_tokenizer(name, **where)
     extras = [] if tokenizer is None else [tokenizer]
     if to == "rmsnorm" and is_compressed(model):
-        if data is not None or n_tokens != TOKENS or context is not None or keep_tie or fold_affine or padded:
+        given = data is not None or n_tokens != TOKENS or context is not None
+        if given or keep_tie or fold_affine or padded or outputs:
             raise ConversionError(
                 f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --tokens, "
-                "--context, --fold, --keep-tie and --padded"
+                "--context, --fold, --keep-tie, --padded and --outputs"
             )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
@@ -125,7 +128,7 @@ def convert_checkpoint(
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
     )
     conversion = convert(
-        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, certify_on=batches
+        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs, certify_on=batches
     )  # fmt: skip
     return conversion, save(conversion, out, beside=folder, extras=extras)
 

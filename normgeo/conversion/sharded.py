@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from normgeo.conversion.centering import center_writers
 from normgeo.conversion.checkpoint import check_read, copy_beside, describe, new_directory, write_config
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
-from normgeo.conversion.probing import Place, tied
+from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
@@ -86,13 +86,16 @@ def _namer(model: PreTrainedModel) -> Callable[[str], str]:
     return named
 
 
-def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_code: bool = False) -> Conversion:
+def convert_sharded(
+    source: Path, out: Path, *, depth: int = 2, outputs: Sequence[str] = (), trust_remote_code: bool = False
+) -> Conversion:
     """Convert a local checkpoint to RMSNorm with the memory of about one of its shards.
 
     Args:
         source: a directory with safetensors.
         out: a new directory.
         depth: layers of the copy that the gauge is found on and the certificate is made with.
+        outputs: what must not change, as for `convert`.
         trust_remote_code: run the checkpoint's own code.
 
     Returns:
@@ -110,8 +113,9 @@ def convert_sharded(source: Path, out: Path, *, depth: int = 2, trust_remote_cod
     _check_names(deep, shards)
     shallow = shallow_model(cls, config, depth)
     first = _with_weights(shallow, shards)
-    gauge = find_gauge(shallow)
-    conversion = convert(first, gauge=gauge)
+    with looking_at(outputs):
+        gauge = find_gauge(shallow)
+    conversion = convert(first, outputs=outputs, gauge=gauge)
     to = spread(deep, shallow)
     recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
     done = _of_all_layers(conversion, recipe, whole, to)

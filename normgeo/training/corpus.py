@@ -61,7 +61,9 @@ class Shuffled:
 
     def __init__(self, tokens: TokenStream, context: int, seed: int) -> None:
         batches = tokens.batches(None, 64)
-        self._ids = np.concatenate([batch.ids.ravel() for batch in batches]).astype(np.int32)
+        ids = np.concatenate([batch.ids.ravel() for batch in batches])
+        self.largest = int(ids.max(initial=0))  # before what is beyond any vocabulary becomes another id
+        self._ids = ids.astype(np.int32)
         self.digest, self.packing = tokens.digest, tokens.packing
         self._context, self._seed, self._next = context, seed, 0
         self._pass: tuple[int, int, np.ndarray] | None = None
@@ -70,7 +72,6 @@ class Shuffled:
             raise DataError(
                 f"training needs more than {context:,} tokens, one context; {tokens.source} has {len(self._ids):,}"
             )
-        self.largest = int(self._ids.max())
 
     def _order(self, number: int) -> tuple[int, np.ndarray]:
         """The offset and the order of the contexts in a pass."""
@@ -81,8 +82,16 @@ class Shuffled:
         return self._pass[1:]
 
     def take(self, rows: int) -> Int64[Tensor, "rows time"]:
-        """The next contexts."""
-        out = np.empty((rows, self._context), np.int64)
+        """The next contexts.
+
+        Raises:
+            DataError: they do not fit into memory.
+        """
+        try:
+            out = np.empty((rows, self._context), np.int64)
+        except MemoryError as error:
+            size = f"{rows:,} contexts of {self._context:,} tokens"
+            raise DataError(f"{size} do not fit into memory; give a smaller --batch") from error
         for i in range(rows):
             number, row = divmod(self._next, self._rows)
             offset, order = self._order(number)

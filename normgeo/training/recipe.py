@@ -8,13 +8,14 @@ from typing import Any
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["NORMS", "SIZES", "Recipe", "checkpoint_steps", "described", "learning_rate", "recipe_for"]
+__all__ = ["MOST", "NORMS", "SIZES", "Recipe", "described", "is_kept", "learning_rate", "recipe_for"]
 
 NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
 """The twins there are; `both` on the command line is the first two."""
 
 PRECISIONS = ("no", "bf16", "fp16")
 LEAST = {"warmup": 0, "seed": 0, "context": 2}  # a context of one token predicts nothing
+MOST = 2**31 - 1
 SEEDS = 2**63 - 1
 
 
@@ -61,10 +62,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, least = getattr(self, field.name), LEAST.get(field.name, 1)
-            if field.type in ("int", "int | None") and value is not None and value < least:
-                raise NormGeoError(f"--{field.name.replace('_', '-')} must be at least {least}, received {value}")
-        if self.seed > SEEDS:
-            raise NormGeoError(f"--seed must be at most {SEEDS}, received {self.seed}")
+            most = SEEDS if field.name == "seed" else MOST
+            if field.type in ("int", "int | None") and value is not None and not least <= value <= most:
+                bound = f"least {least}" if value < least else f"most {most}"
+                raise NormGeoError(f"--{field.name.replace('_', '-')} must be at {bound}, received {value}")
         if not (math.isfinite(self.lr) and self.lr > 0 and 0 <= self.dropout < 1):
             raise NormGeoError(f"a learning rate is above 0 and a dropout in [0, 1): {self.lr}, {self.dropout}")
         if self.precision not in PRECISIONS:
@@ -113,16 +114,13 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def checkpoint_steps(recipe: Recipe) -> list[int]:
-    """The steps after which the model is kept: 1K, 2K, ..., 10K, 20K, ... (*Geometry* appendix A.2), and the last.
+def is_kept(step: int, recipe: Recipe) -> bool:
+    """Whether the model is kept after a step: 1K, 2K, ..., 10K, 20K, ... (*Geometry* appendix A.2), and the last.
 
-    >>> checkpoint_steps(recipe_for("410m"))[8:]
+    >>> [step for step in range(50_001) if is_kept(step, recipe_for("410m"))][8:]
     [9000, 10000, 20000, 30000, 40000, 50000]
-    >>> checkpoint_steps(recipe_for("tiny", steps=500, checkpoint_every=200))
+    >>> [step for step in range(501) if is_kept(step, recipe_for("tiny", steps=500, checkpoint_every=200))]
     [0, 200, 400, 500]
     """
-    if recipe.checkpoint_every:
-        steps = range(0, recipe.steps, recipe.checkpoint_every)
-    else:
-        steps = [*range(1000, 10_000, 1000), *range(10_000, recipe.steps, 10_000)]
-    return [*(step for step in steps if step < recipe.steps), recipe.steps]
+    every = recipe.checkpoint_every or (1000 if step < 10_000 else 10_000)
+    return step == recipe.steps or (step % every == 0 and (step > 0 or recipe.checkpoint_every is not None))

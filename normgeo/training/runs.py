@@ -28,7 +28,7 @@ from normgeo.system.files import alone, check_folder, numbered, taken
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.training.log import tensorboard
-from normgeo.training.recipe import NORMS, Recipe, described
+from normgeo.training.recipe import MOST, NORMS, Recipe, described
 from normgeo.training.state import checkpoint_path, unreadable, whole_directory, write_json
 from normgeo.training.train import start_accelerator, train
 from normgeo.training.twins import train_tokenizer
@@ -115,6 +115,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
                 record["tokenizer_sha256"] = _tokenizer_digest(out)
                 write_json(out / "train.json", record)
             state.wait_for_everyone()
+            if given.tokenizer is not None:  # as a resumed run reads it, which notes where it comes from
+                given = given._replace(tokenizer=load_tokenizer(out / "tokenizer"))
             return _train_all(config, recipe, out, record, given, **options)
         except NormGeoError as error:
             again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
@@ -218,8 +220,9 @@ def _check(config: TrainConfig) -> None:
         return
     if name:
         raise NormGeoError(f"the tokenizer {name} has a vocabulary of its own: leave out --vocabulary")
-    if config.vocabulary < (least := 1 if ids else SMALLEST):
-        raise NormGeoError(f"--vocabulary must be at least {least}, received {config.vocabulary}")
+    if not (least := 1 if ids else SMALLEST) <= config.vocabulary <= MOST:
+        bound = f"least {least}" if config.vocabulary < least else f"most {MOST}"
+        raise NormGeoError(f"--vocabulary must be at {bound}, received {config.vocabulary}")
 
 
 def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Given:

@@ -32,7 +32,7 @@ from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
-from normgeo.training.recipe import Recipe, checkpoint_steps, described, learning_rate
+from normgeo.training.recipe import Recipe, described, is_kept, learning_rate
 from normgeo.training.state import (
     AFRESH,
     checkpoint_path,
@@ -207,8 +207,8 @@ class Trainer:
             RunError: the disk is full.
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
-        kept, tokens = set(checkpoint_steps(recipe)), recipe.batch * recipe.context
-        if self.step == 0 and 0 in kept:
+        tokens = recipe.batch * recipe.context
+        if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
         label, total = self.norm, recipe.steps * tokens
         with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
@@ -225,9 +225,9 @@ class Trainer:
                     log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
                 if evaluated and main:
                     report(self._summary(recipe.evaluate_every))
-                if self.step in kept:
+                if is_kept(self.step, recipe):
                     self._keep(held_out)
-                if last or self.step in kept or self.step % recipe.save_every == 0:
+                if is_kept(self.step, recipe) or self.step % recipe.save_every == 0:
                     self._save()
                 advance(tokens)
 

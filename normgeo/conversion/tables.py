@@ -1,0 +1,69 @@
+"""Buffers that write into a stream, such as sinusoidal positions; found by shifting them: models cut their gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs
+from normgeo.examples import example_inputs
+from normgeo.sites import NormSite
+
+__all__ = ["written_by_tables"]
+
+
+@torch.no_grad()
+def written_by_tables(
+    model: PreTrainedModel, sites: Sequence[NormSite], inputs: dict[str, Tensor]
+) -> list[tuple[str, int]]:
+    """Names of buffers, and their axes, along which a shift moves what a LayerNorm is given, and no output.
+
+    Args:
+        model: in float64; it is left as it is.
+        sites: its norms.
+        inputs: a small input.
+
+    Raises:
+        ModelError: outputs are NaN.
+    """
+    found = list[tuple[str, int]]()
+    layernorms = [site for site in sites if site.kind == "layernorm"]
+    widths = {site.d for site in layernorms}
+
+    def means() -> list[Tensor]:
+        with site_inputs(model, layernorms) as given:
+            outputs_of(model, inputs)
+        return [x.mean(-1) for tensors in given.values() for x in tensors]
+
+    for name, buffer in list(model.named_buffers()):
+        for axis, size in enumerate(buffer.shape):
+            if size not in widths or buffer.ndim < 2 or not buffer.is_floating_point():
+                continue
+            kept, outputs, before = buffer.clone(), outputs_of(model, inputs), means()
+            buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
+            hidden = same(outputs, outputs_of(model, inputs), INVISIBLE)
+            moves = not same(before, means(), INVISIBLE)
+            buffer.copy_(kept)
+            if hidden and moves and not _made_anew(model, name, axis, inputs):
+                found.append((name, axis))
+    return found
+
+
+def _made_anew(model: PreTrainedModel, name: str, axis: int, inputs: dict[str, Tensor]) -> bool:
+    """Whether a model makes a table again that is too short: what was centered would be undone."""
+    owner, _, last = name.rpartition(".")
+    module, table = model.get_submodule(owner), model.get_buffer(name)
+    short = table[tuple(slice(None) if i == axis else slice(1) for i in range(table.ndim))].clone()
+    for there, longest in ((short, None), (table, max(table.shape))):  # some go by the table, some by what they noted
+        setattr(module, last, there)
+        with contextlib.suppress(Exception):  # it takes no longer inputs, whatever it raises then
+            outputs_of(model, example_inputs(model, longest + 8) if longest else inputs)
+        found = getattr(module, last)
+        setattr(module, last, table)
+        if found is not there:
+            return True
+    return False
