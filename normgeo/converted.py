@@ -207,14 +207,16 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
 def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any) -> None:
     """Initialize a converted model as the native class does, and give it the structure that its recipe tells.
 
-    Some heads look up by the class of the configuration what they are put on: meanwhile it is the native one.
+    Some heads look up by the class of the configuration what they are put on, and some models refuse any other:
+    meanwhile it is the native one.
     """
     own = type(config)
-    config.__class__ = own.__base__
+    config.__class__ = vars(model)["config_class"] = own.__base__
     try:
         native.__init__(model, config, *args, **kwargs)
     finally:
         config.__class__ = own
+        del vars(model)["config_class"]
     rebuild(model, config.normgeo)
 
 

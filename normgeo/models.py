@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -263,12 +264,16 @@ def _hub_id(name: str) -> bool:
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer that goes with a model, or None where the model has none."""
+    """The tokenizer that goes with a model; None where there is none, or it needs what is not installed."""
     path, options = whence(name, revision)
     own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
     auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
     try:
         tokenizer = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except ImportError as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
+        return None
     except (
         OSError,
         ValueError,

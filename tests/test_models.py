@@ -159,3 +159,12 @@ def test_examples_fit_short_contexts():
     assert example_inputs(model)["input_ids"].shape == (2, 5)
     assert example_inputs(tiny("gpt2"))["input_ids"].shape == (2, 7)
     assert convert(model).certificate.passed
+
+
+def test_a_tokenizer_that_needs_what_is_not_installed_is_said(monkeypatch):
+    def absent(*_, **__):
+        raise ImportError("\nYou need to install sacremoses to use BioGptTokenizer.\nSee there.")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", absent)
+    with pytest.warns(UserWarning, match=r"^some/model goes without its tokenizer: You need to install sacremoses"):
+        assert load_tokenizer("some/model") is None

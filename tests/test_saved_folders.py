@@ -240,6 +240,6 @@ def test_a_shallow_model_leaves_the_random_numbers_of_others_alone(monkeypatch):
     expected = torch.rand(3)
     torch.manual_seed(7)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("it seeds the GPUs"))
-    made = [shallow_model(type(model), model.config).state_dict() for _ in range(2)]
+    made = [shallow_model(type(model), model.config)[0].state_dict() for _ in range(2)]
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())

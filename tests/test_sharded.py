@@ -7,17 +7,19 @@ import sys
 import pytest
 import torch
 import transformers as hf
+import zoo
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from zoo import tiny
 
-from normgeo import convert, load_model
+from normgeo import architectures, convert, load_model
 from normgeo.cli.main import app
 from normgeo.conversion import runs as converting
 from normgeo.conversion import sharded
-from normgeo.conversion.checkpoint import describe
+from normgeo.conversion.checkpoint import describe, save
 from normgeo.conversion.gauge import find_gauge
-from normgeo.conversion.shallow import shallow_gauge
+from normgeo.conversion.reaching import reaching_inputs
+from normgeo.conversion.shallow import Spread, check_alike, empty_model, shallow_gauge, shallow_model, spread
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, NormGeoError
 from normgeo.models import example_inputs
@@ -31,8 +33,17 @@ DEPTH = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def deep(monkeypatch):
+    """Any architecture, of five layers."""
+    few = architectures._n_layers
+    monkeypatch.setattr(architectures, "LAYERS", 5)
+    monkeypatch.setattr(architectures, "_kept_layers", lambda config: list(range(min(5, few(config) or 5))))
+    return lambda name: architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name))
+
+
 @pytest.mark.parametrize("name", DEPTH)
-def test_two_layers_tell_the_gauge_of_all(name):
+def test_three_layers_tell_the_gauge_of_all(name):
     model = tiny(name, **DEPTH[name])
     deep, shallow = find_gauge(model), shallow_gauge(type(model), model.config)
     assert set(shallow.writers) == set(deep.writers)
@@ -54,7 +65,7 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
     whole = convert(model)
     loaded, expected = load_model(tmp_path / "out"), whole.model
     about = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    told = json.loads(json.dumps(describe(whole) | {"layers_certified": 2, "certificate": about["certificate"]}))
+    told = json.loads(json.dumps(describe(whole) | {"layers_certified": 3, "certificate": about["certificate"]}))
     assert [sorted(told.pop("recentered"))] == [sorted(about.pop("recentered"))]  # layer by layer, or kind by kind
     assert about == told
     assert about["certificate"]["replaced"] == len(whole.replaced)
@@ -68,13 +79,77 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
 
 def test_layers_that_differ_are_not_guessed(tmp_path):
     """A model whose third layer has another parameter is refused, not converted by analogy."""
-    from normgeo.conversion.shallow import empty_model, shallow_model, spread
-
     model = tiny("gpt2", n_layer=4)
-    deep, shallow = empty_model(type(model), model.config), shallow_model(type(model), model.config)
+    deep, (shallow, _) = empty_model(type(model), model.config), shallow_model(type(model), model.config)
     deep.transformer.h[2].mlp.extra = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(ConversionError, match=r"transformer\.h\.2 is like none"):
         spread(deep, shallow)
+
+
+def test_the_last_layer_may_be_treated_as_no_other_is(tmp_path, deep):
+    """A Conformer's blocks end in a norm: the last one's output is what the model gives, the others' is recentered."""
+    model = deep("nemotron_asr_streaming_encoder")
+    model.save_pretrained(tmp_path / "in")
+    conversion = convert_sharded(tmp_path / "in", tmp_path / "out")
+    whole = convert(model)
+    assert sorted(conversion.recentered) == sorted(whole.recentered)
+    assert {place.module for place in whole.recentered} == {f"layers.{i}.norm_out" for i in range(4)}
+    inputs, loaded = reaching_inputs(model, seed=2), load_model(tmp_path / "out")
+    with torch.no_grad():
+        a, b = (one(**inputs).last_hidden_state for one in (model, loaded))
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    given = convert(model, gauge=shallow_gauge(type(model), model.config))
+    assert given.recipe == whole.recipe
+
+
+def test_layers_at_other_places_are_not_guessed():
+    """Where the last layer is of a kind that no shallow model ends with, all layers of its kind must be alike."""
+    shallow, deep = (torch.nn.ModuleDict({"h": torch.nn.ModuleList()}) for _ in range(2))
+    for model, kinds in ((shallow, "aba"), (deep, "ababab")):
+        for kind in kinds:
+            model["h"].append(torch.nn.Linear(2, 2 + (kind == "b")))
+    to = spread(deep, shallow)
+    assert to.assigned == {"h": (0, 1, 0, 1, 0, 1)}
+    assert to.unsure == {("h", (1,))}
+    with pytest.raises(ConversionError, match="layers of h are treated in different ways"):
+        check_alike(to, [])
+    to = Spread(to.assigned, frozenset({("h", (0, 2))}))
+    check_alike(to, [("h.0.weight", 1), ("h.2.weight", 1), ("h.1.bias", 0)])
+    with pytest.raises(ConversionError, match="convert it in memory"):
+        check_alike(to, [("h.0.weight", 1), ("h.2.weight", 0)])
+
+
+def test_as_many_layers_are_looked_at_as_end_like_the_model():
+    """GPT-Neo's layers alternate; of six, four are looked at, for the last to be of the last one's kind."""
+    model = tiny("gpt_neo", **DEPTH["gpt_neo"])
+    _, to = shallow_model(type(model), model.config)
+    assert not to.unsure
+    assert to.depth == 3  # they have the same parameters
+
+
+def test_what_fewer_layers_do_not_tell_is_refused(tmp_path, deep):
+    """ESM's contact head is as wide as there are heads in all layers."""
+    deep("esm").save_pretrained(tmp_path / "in")
+    with pytest.raises(ConversionError, match=r"of fewer layers takes other weights; convert it in memory"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_check_the_class_of_their_configuration_are_loaded(tmp_path):
+    image = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 96, "add_cross_attention": True}
+    parts = hf.ViTConfig(**image, image_size=16, patch_size=8), hf.GPT2Config(**text, is_decoder=True)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    model = zoo.perturb(hf.VisionEncoderDecoderModel(config).eval())
+    model.save_pretrained(tmp_path / "in")
+    convert_sharded(tmp_path / "in", tmp_path / "shards")
+    save(convert(model), tmp_path / "memory")
+    inputs = example_inputs(model)
+    for name in ("shards", "memory"):
+        loaded = hf.AutoModelForImageTextToText.from_pretrained(tmp_path / name, trust_remote_code=True)
+        with torch.no_grad():
+            a, b = (one(**inputs).logits for one in (model, loaded.eval()))
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
 def test_names_that_are_not_the_models_are_refused(tmp_path):
@@ -92,12 +167,12 @@ def test_names_that_are_not_the_models_are_refused(tmp_path):
 
 
 def test_the_command_by_shard(tmp_path):
-    tiny("gpt2").save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    tiny("gpt2", n_layer=4).save_pretrained(tmp_path / "in", max_shard_size="50KB")
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None
     assert "shard by shard" in result.stdout
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["layers_certified"] == 2
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["layers_certified"] == 3
     refused = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "other"), "--by-shard", "--to", "crmsnorm"])
     assert isinstance(refused.exception, ConversionError)
 

@@ -5,8 +5,9 @@ that builds the native model and gives it the recipe's structure; `auto_map` nam
 
     AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 
-needs torch and transformers alone. Its `model_type` is its own: nothing loads it as the native model by mistake. Where
-the converted model is a native architecture (norms without affine in Llama's layout) it is saved as that, without code.
+needs torch and transformers alone. Its `model_type` is its own, so that no Auto class loads it as the native model; the
+native class itself does, with transformers' warning of another type. Where the converted model is a native architecture
+(norms without affine in Llama's layout) it is saved as that, without code.
 """
 
 from __future__ import annotations

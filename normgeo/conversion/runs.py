@@ -71,7 +71,7 @@ def convert_checkpoint(
         fold_affine: see there.
         padded: see there.
         outputs: see there.
-        by_shard: convert tensor by tensor, with the memory of one shard, certified on the model's first layers; None
+        by_shard: convert tensor by tensor, with the memory of one shard, certified on a few of the layers; None
             does so where float64 copies of the whole model would not fit into memory. Only `outputs`, `revision`
             and `trust_remote_code` go with it.
         revision: commit, branch or tag on the hub.
@@ -105,7 +105,7 @@ def convert_checkpoint(
             why = "memory is short, so that it is converted by shard; " if short else ""
             hint = ", or ask for --in-memory (by_shard=False)" if short else ""
             raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
-        announce(f"{name}: shard by shard, certified on its first layers")
+        announce(f"{name}: shard by shard, certified on a few of its layers")
         return convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code), "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     device = usable_device(device or "cpu")

@@ -1,14 +1,15 @@
 """The gauge of a large model from a copy of its architecture with few layers, mapped back by name.
 
-Which parameters write into a stream is a property of the architecture: two layers with made-up weights tell it for all
-thirty-two, and a model of billions of parameters needs no backward pass in float64.
+Which parameters write into a stream is a property of the architecture: three layers with made-up weights, the first,
+the last and one between, tell it for all thirty-two; a model of billions needs no backward pass in float64.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from normgeo.conversion.gauge import Gauge, Reader, Shift, find_gauge
 from normgeo.errors import ConversionError
 from normgeo.sites import NormSite
 
-__all__ = ["Spread", "empty_model", "shallow_gauge", "shallow_model", "spread"]
+__all__ = ["Spread", "check_alike", "empty_model", "shallow_gauge", "shallow_model", "spread"]
+
+DEPTHS = (3, 4, 5, 6)
 
 
 def empty_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -38,13 +41,9 @@ def _lists(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig, depth: int = 2) -> PreTrainedModel:
-    """The same architecture with at most `depth` layers in every list, with made-up weights.
-
-    Raises:
-        ConversionError: the configuration has no number of layers that could be reduced.
-    """
-    lengths = {n for n in _lists(empty_model(cls, config)).values() if n > depth}
+def shallow_config(config: PretrainedConfig, lists: Mapping[str, int], depth: int) -> PretrainedConfig:
+    """The configuration with at most `depth` layers in every list, of which there are as many now as `lists` says."""
+    lengths = {n for n in lists.values() if n > depth}
     small = copy.deepcopy(config)
     parts = [small, *(v for v in vars(small).values() if isinstance(v, PretrainedConfig))]
     for part in parts:
@@ -53,12 +52,39 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig, depth: i
                 setattr(part, name, depth)
             elif isinstance(value, (list, tuple)) and len(value) in lengths:
                 setattr(part, name, value[:depth])
+    return small
+
+
+def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Spread]:
+    """The same architecture with few layers in every list, with made-up weights, and what each stands for.
+
+    As many that the first, the last and those between are there, each of the kind of the deep model's; at least three.
+
+    Raises:
+        ConversionError: the configuration has no number of layers that could be reduced, or layers are like none.
+    """
+    deep, found, why = empty_model(cls, config), [], f"{cls.__name__} cannot be built with fewer layers"
+    for depth in DEPTHS:
+        try:
+            small = shallow_config(config, _lists(deep), depth)
+            empty = empty_model(cls, small)
+            if any(n > depth for n in _lists(empty).values()):
+                raise ConversionError(f"{cls.__name__} cannot be built with fewer layers from its configuration")
+            found.append((small, spread(deep, empty)))
+        except ConversionError as error:
+            why = str(error)
+            continue
+        except Exception as error:  # whatever a model's own code raises
+            why = f"{cls.__name__} cannot be built with fewer layers: {type(error).__name__}"
+            continue
+        if not found[-1][1].unsure:
+            break
+    if not found:
+        raise ConversionError(f"{why}; convert it in memory")
+    small, to = next((pair for pair in found if not pair[1].unsure), found[0])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # not torch's own, which seeds the GPUs' as well
-        model = cls(small).eval()
-    if any(n > depth for n in _lists(model).values()):
-        raise ConversionError(f"{cls.__name__} cannot be built with fewer layers from its configuration")
-    return model
+        return cls(small).eval(), to
 
 
 @dataclass(frozen=True)
@@ -67,13 +93,25 @@ class Spread:
 
     Attributes:
         assigned: for each list of layers, which layer of the shallow model each layer of the deep one is like.
+        unsure: for a list, layers of the shallow model of one kind, of which one stands for a layer at another place:
+            for the last of all though it is not the last itself, or the other way round.
     """
 
     assigned: Mapping[str, tuple[int, ...]]
+    unsure: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+
+    @property
+    def depth(self) -> int:
+        """How many layers the shallow model has, in its longest list."""
+        return max((max(layers) + 1 for layers in self.assigned.values()), default=0)
 
     def __call__(self, name: str) -> list[str]:
         """All the names that one name stands for."""
         return [full for full, _ in self.numbered(name)]
+
+    def first(self, name: str) -> str:
+        """The first of the names that one name stands for."""
+        return next(iter(self(name)), name)
 
     def numbered(self, name: str) -> list[tuple[str, int | None]]:
         """The names, and the layer each is in."""
@@ -94,14 +132,16 @@ class Spread:
 
 
 def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
-    """Find for each layer of the deep model one of the shallow model with the same parameters.
+    """Find for each layer of the deep model one of the shallow model with the same parameters, and at the same place.
+
+    The first are like the first, the last like the last, and those between like the last that is between.
 
     Raises:
         ConversionError: a layer is like none of them.
     """
     mine = {n: p.shape for n, p in shallow.named_parameters(remove_duplicate=False)}
     theirs = {n: p.shape for n, p in deep.named_parameters(remove_duplicate=False)}
-    few, assigned = _lists(shallow), {}
+    few, assigned, unsure = _lists(shallow), {}, set()
 
     def kind(names: dict[str, torch.Size], prefix: str, i: int) -> frozenset[Any]:
         start = f"{prefix}.{i}."
@@ -109,33 +149,52 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
 
     for prefix, length in _lists(deep).items():
         kinds = [kind(mine, prefix, j) for j in range(few.get(prefix, 0))]
-        layers = []
+        last, layers = len(kinds) - 1, []
         for i in range(length):
             alike = [j for j, k in enumerate(kinds) if k == kind(theirs, prefix, i)]
             if not alike:
                 raise ConversionError(f"layer {prefix}.{i} is like none of the first {len(kinds)}")
-            layers.append(i if i in alike else alike[-1])
+            there = [j for j in alike if (j == last) == (i == length - 1)]
+            layers.append(i if i in there else (there or alike)[-1])
+            if not there:
+                unsure.add((prefix, tuple(alike)))
         assigned[prefix] = tuple(layers)
-    return Spread(assigned)
+    return Spread(assigned, frozenset(unsure))
 
 
-def shallow_gauge(
-    cls: type[PreTrainedModel], config: PretrainedConfig, depth: int = 2, *, training: bool = False
-) -> Gauge:
+def check_alike(to: Spread, names: Iterable[tuple[str, Any]]) -> None:
+    """Refuse layers that are treated in different ways, of which one stands for others at another place.
+
+    Args:
+        to: which.
+        names: what was done: names of the shallow model, and what to it.
+
+    Raises:
+        ConversionError: there are some, or there is only one of a kind.
+    """
+    done = defaultdict[tuple[str, int], set[Any]](set)
+    for name, what in names:
+        if (place := to.place(name)) is not None:
+            done[place[:2]].add((place[2], what))
+    for prefix, alike in to.unsure:
+        if len(alike) < 2 or any(done[prefix, j] != done[prefix, alike[0]] for j in alike):
+            raise ConversionError(f"layers of {prefix} are treated in different ways; convert it in memory")
+
+
+def shallow_gauge(cls: type[PreTrainedModel], config: PretrainedConfig, *, training: bool = False) -> Gauge:
     """The gauge of a model of this class and configuration, whatever its weights.
 
     Args:
         cls: the model's class.
         config: its configuration.
-        depth: layers to look at.
         training: as for `find_gauge`.
 
     Raises:
         ConversionError: the architecture cannot be built with fewer layers, or its layers differ.
         ModelError: as `find_gauge`.
     """
-    small = shallow_model(cls, config, depth)
-    return deepened(find_gauge(small, training=training), spread(empty_model(cls, config), small))
+    small, to = shallow_model(cls, config)
+    return deepened(find_gauge(small, training=training), to)
 
 
 def deepened(gauge: Gauge, to: Spread) -> Gauge:

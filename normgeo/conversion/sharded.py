@@ -1,6 +1,6 @@
 """Conversion of a checkpoint shard by shard: one tensor in float64 at a time, whatever the size of the model.
 
-The gauge comes from a shallow copy of the architecture; the certificate from the model's own first layers; every tensor
+The gauge comes from a shallow copy of the architecture; the certificate from a few of the model's own; every tensor
 of the checkpoint is then read, centered if it is a writer, and written, so that memory holds about one shard.
 """
 
@@ -25,7 +25,7 @@ from normgeo.conversion.checkpoint import check_read, copy_beside, describe, new
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import Place, looking_at, tied
-from normgeo.conversion.shallow import Spread, deepened, empty_model, shallow_model, spread
+from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.models import config_and_class, load_tokenizer
@@ -87,14 +87,13 @@ def _namer(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def convert_sharded(
-    source: Path, out: Path, *, depth: int = 2, outputs: Sequence[str] = (), trust_remote_code: bool = False
+    source: Path, out: Path, *, outputs: Sequence[str] = (), trust_remote_code: bool = False
 ) -> Conversion:
     """Convert a local checkpoint to RMSNorm with the memory of about one of its shards.
 
     Args:
         source: a directory with safetensors.
         out: a new directory.
-        depth: layers of the copy that the gauge is found on and the certificate is made with.
         outputs: what must not change, as for `convert`.
         trust_remote_code: run the checkpoint's own code.
 
@@ -104,32 +103,33 @@ def convert_sharded(
     Raises:
         ConversionError: as `convert`; or it is converted already; or the checkpoint's names are not the model's, so
             that it has to be converted in memory; or what was written lacks a tensor of the converted model, or has
-            another, or is read as other first layers.
+            another, or is read as other layers, or cannot be loaded.
     """
     config, cls = config_and_class(str(source), {}, trust_remote_code)
     _check_unconverted(source, config)
     deep = empty_model(cls, config)
     shards = Shards(source, deep)
     _check_names(deep, shards)
-    shallow = shallow_model(cls, config, depth)
-    first = _with_weights(shallow, shards)
+    shallow, to = shallow_model(cls, config)
+    first = _with_weights(shallow, shards, to)
     with looking_at(outputs):
         gauge = find_gauge(shallow)
     conversion = convert(first, outputs=outputs, gauge=gauge)
-    to = spread(deep, shallow)
+    check_alike(to, _treated(conversion, gauge))
     recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
     done = _of_all_layers(conversion, recipe, whole, to)
     with new_directory(out) as folder:
         _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to)
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)
-        check_read(conversion.model, _first_layers(conversion.model, written))
+        check_read(conversion.model, _few_layers(conversion.model, written, to))
         write_config(final, cls, recipe, folder, first.dtype)
         copy_beside(source, folder)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
-        (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": depth}, indent=2))
+        _check_loads(folder)
+        (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": to.depth}, indent=2))
     return done
 
 
@@ -181,23 +181,48 @@ def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any])
     return shards
 
 
-def _first_layers(model: PreTrainedModel, written: Shards) -> PreTrainedModel:
-    """A copy of the certified first layers with the values that were written."""
+def _check_loads(folder: Path) -> None:
+    """Refuse a folder from which no model can be built, weights aside."""
+    try:
+        config, cls = config_and_class(str(folder), {}, trust=True)
+        empty_model(cls, config)
+    except Exception as error:  # whatever the model's own code raises
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ConversionError(f"what was written cannot be loaded ({type(error).__name__}: {line})") from error
+
+
+def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrainedModel:
+    """A copy of the certified layers with the values that were written."""
     read = copy.deepcopy(model)
     for value in read.state_dict().values():
         value.zero_()
-    read.load_state_dict({n: written.read(n) for n in read.state_dict() if n in written.home}, strict=False)
+    read.load_state_dict(_values(read, written, to), strict=False)
     return read
 
 
-def _with_weights(shallow: PreTrainedModel, shards: Shards) -> PreTrainedModel:
-    """The shallow model with the weights of the checkpoint's first layers, in their dtype."""
+def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread) -> PreTrainedModel:
+    """The shallow model with the weights of layers that it stands for, in their dtype."""
     dtype = shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
     model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
-    state = {name: shards.read(name) for name in model.state_dict() if name in shards.home}
-    model.load_state_dict(state, strict=False)
+    try:
+        model.load_state_dict(_values(model, shards, to), strict=False)
+    except RuntimeError as error:  # a size goes with the number of layers
+        name = type(model).__name__
+        raise ConversionError(f"{name} of fewer layers takes other weights; convert it in memory") from error
     model.tie_weights()
     return model
+
+
+def _values(shallow: PreTrainedModel, shards: Shards, to: Spread) -> dict[str, Tensor]:
+    deep = {name: to.first(name) for name in shallow.state_dict()}
+    return {name: shards.read(full) for name, full in deep.items() if full in shards.home}
+
+
+def _treated(conversion: Conversion, gauge: Gauge) -> Iterator[tuple[str, Any]]:
+    """Names, and what was done to them."""
+    yield from ((name, ("center", axis)) for name, axis in (*gauge.writers, *gauge.scaled, *gauge.tables))
+    yield from ((place.module, place[1:]) for place in conversion.recentered)
+    yield from ((site.name, "replaced") for site in conversion.replaced)
 
 
 def _spread_recipe(recipe: dict[str, Any], to: Spread) -> dict[str, Any]:
@@ -225,7 +250,7 @@ def _of_all_layers(conversion: Conversion, recipe: dict[str, Any], gauge: Gauge,
 def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> list[list[str]]:
     """Groups of names that were one parameter and are several now."""
     still = {frozenset(group) for group in tied(converted)}
-    return [[to(name)[0] for name in group] for group in tied(first) if frozenset(group) not in still]
+    return [[to.first(name) for name in group] for group in tied(first) if frozenset(group) not in still]
 
 
 def _config(config: PretrainedConfig, converted: PretrainedConfig) -> PretrainedConfig:
