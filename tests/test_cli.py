@@ -275,7 +275,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
     assert "00000000.json is missing" in normgeo("verify", "s")[1]
     unfinished("s")
     assert "s is incomplete: 0 of 300 tokens are committed; normgeo capture --resume s" in normgeo("verify", "s")[1]
-    assert "holds no committed tokens yet; normgeo capture --resume s" in normgeo("angles", "--store", "s")[2]
+    assert "tokens are committed; normgeo capture --resume s" in normgeo("angles", "--store", "s")[2]
     assert normgeo("capture", home / "gpt2", "--store", "o", *words[4:], "--phases", "post")[0] == 0
     assert "without the inputs of" in normgeo("angles", "--store", "o", "--out", "c")[2]
     next((tmp_path / "o/hidden.zarr").rglob("post/c.0.0")).write_bytes(b"")

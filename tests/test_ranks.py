@@ -125,6 +125,18 @@ def test_what_the_first_process_refuses_ends_all(home, copy):
     assert [type(error) for error in found[1:]] == [SystemExit] * 2
 
 
+@pytest.mark.parametrize(
+    "changes", [{"batch": 5}, {"null_every": 4}, {"seed": 5}, {"null": 16}, {"context": 10}], ids=str
+)
+def test_processes_that_are_asked_for_other_things_are_refused(home, tmp_path, changes):
+    """As where every host has options of its own: numbers of both would be added up."""
+    setups, path = [config(home), config(home, **changes)], tmp_path / "together"
+    found = by_ranks(2, lambda ranks: start_capture(setups[ranks.rank], path, ranks=ranks, progress=False))
+    assert all(isinstance(error, NormGeoError) for error in found)
+    assert f"was started with another {next(iter(changes)).replace('_', ' ')}" in str(found[1])
+    assert not (path / "angles.parquet").exists()
+
+
 def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):
     write = capture._write
 

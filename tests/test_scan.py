@@ -2,18 +2,21 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from stores import CONTEXT, a_chunk, captured, config
+from stores import CONTEXT, a_chunk, captured, config, unfinished
 
 from normgeo import AngleTable, HiddenStateStore, measure_angles
 from normgeo.angles.statistics import BINS, AngleStatistics
 from normgeo.errors import DataError, NormGeoError, StoreError
-from normgeo.store import scan
+from normgeo.store import scan, workers
 from normgeo.store.layout import read_state
+from normgeo.store.reader import seen
 from normgeo.store.scan import angles_from_store
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -93,7 +96,7 @@ def test_threads_give_the_captures_own_numbers(home, tmp_path, threads, scanned,
 def test_few_rows_are_shared_out_by_sites(store, threads, scanned, monkeypatch, tasks, parts):
     monkeypatch.setattr(scan, "TASKS_A_WORKER", tasks)
     opened, sites = HiddenStateStore(store), range(len(HiddenStateStore(store).sites))
-    reader = scan._Reader(scan._Scan("a", str(store), None, 8, 16, 0), opened)
+    reader = scan._Reader(scan._Scan("a", str(store), "", 0, None, 8, 16, 0), opened)
     cut = list(scan._tasks(reader, 8, 3))
     done = [(row, site) for task in cut for row in range(task.first, task.stop) for site in task.sites]
     assert sorted(done) == [(row, site) for row in range(len(opened.commit_log)) for site in sites]
@@ -105,13 +108,13 @@ def test_few_rows_are_shared_out_by_sites(store, threads, scanned, monkeypatch, 
 
 def test_many_workers_read_no_more_together(store, monkeypatch):
     opened = HiddenStateStore(store)
-    reader = scan._Reader(scan._Scan("a", str(store), None, 8, 16, 0), opened)
+    reader = scan._Reader(scan._Scan("a", str(store), "", 0, None, 8, 16, 0), opened)
     monkeypatch.setattr(scan, "TASKS_A_WORKER", 1)
     together = reader.token_bytes * max(opened.layout.chunk, 8 * CONTEXT)
-    for bound, workers in (("AT_ONCE", 1), ("IN_ALL", 3)):
+    for bound, several in (("AT_ONCE", 1), ("IN_ALL", 3)):
         with monkeypatch.context() as patch:
-            patch.setattr(scan, bound, workers * together // 4)
-            most = max(len(task.sites) for task in scan._tasks(reader, 8, workers))
+            patch.setattr(scan, bound, several * together // 4)
+            most = max(len(task.sites) for task in scan._tasks(reader, 8, several))
         assert most == -(-len(reader.sites) // 4)
 
 
@@ -121,6 +124,57 @@ def test_a_cluster_gives_the_captures_own_numbers(store, copy, cluster, scanned)
     a_chunk(copy).write_bytes(a_chunk(copy).read_bytes()[:-9])
     with pytest.raises(StoreError, match=rf"{a_chunk(copy).name} is damaged"):
         angles_from_store(copy, null=8, scheduler=cluster, progress=False)
+
+
+def test_a_worker_that_sees_another_store_is_refused(store, copy):
+    opened = HiddenStateStore(store)
+    known = scan._Scan("mine", str(store), seen(opened), len(opened.commit_log), None, 8, 16, 0)
+    assert scan._reader(known).sites == opened.sites
+    with pytest.raises(StoreError, match=f"has another capture at {copy} than was asked for"):
+        scan._reader(replace(known, path=str(copy), seen=known.seen[::-1]))
+
+
+class Cluster:
+    """One that gives nothing for a while, and then what it is asked for."""
+
+    scheduler = SimpleNamespace(address="tcp://here")
+
+    def __init__(self, *workers, failed=False):
+        self.workers, self.failed = list(workers), failed
+
+    def nthreads(self):
+        return {"a": 1} if self.workers.pop(0) else {}
+
+    def done(self):
+        return self.failed
+
+    def result(self, timeout):
+        if self.workers:
+            raise TimeoutError("of a task" if self.failed else "")
+        return 7
+
+
+def test_a_cluster_without_workers_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 2 * workers.CONNECT_SECONDS)
+    for some in ((), (1,), (0,), (0, 1, 0, 1)):
+        cluster = Cluster(*some)
+        assert workers._Awaited(cluster, cluster).result() == 7
+    cluster = Cluster(1, 0, 0, 1)
+    with pytest.raises(NormGeoError, match="cluster at tcp://here lost its workers, and no others came"):
+        workers._Awaited(cluster, cluster).result()
+    cluster = Cluster(1, failed=True)
+    with pytest.raises(TimeoutError, match="of a task"):
+        workers._Awaited(cluster, cluster).result()
+
+
+def test_what_is_behind_a_gap_is_not_called_read(copy):
+    unfinished(copy)
+    (copy / "commits/00000002.json").unlink()
+    opened = HiddenStateStore(copy)
+    assert f"of which the first {opened.n_tokens} are read, up to the first gap" in opened.incomplete
+    (copy / "commits/00000000.json").unlink()
+    with pytest.raises(StoreError, match="of which the first 0 are read"):
+        angles_from_store(copy, progress=False)
 
 
 def test_a_damaged_chunk_ends_a_scan_on_threads(copy, threads):
@@ -150,7 +204,7 @@ def test_numbers_are_refused_as_they_are_of_a_model(home, store, tiny, ids, name
 
 
 def test_a_wrong_scheduler_is_one_line(normgeo, store, monkeypatch):
-    monkeypatch.setattr(scan, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(workers, "CONNECT_SECONDS", 1)
     for address, message in (
         ("tcp://127.0.0.1:1", "no dask scheduler answers"),
         ("here", "no dask scheduler answers"),
@@ -198,7 +252,7 @@ def most_at_once(path, monkeypatch):
 def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1600, CONTEXT)))
     monkeypatch.setattr(scan, "BATCHES_A_TASK", 1)
-    monkeypatch.setattr(scan, "WORKERS_A_THREAD", 1)
+    monkeypatch.setattr(workers, "WORKERS_A_THREAD", 1)
     changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
     paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
     angles_from_store(paths[0], null=8, progress=False)

@@ -240,6 +240,27 @@ def test_a_silent_writer_loses_the_lock_and_writes_no_more(environment, monkeypa
         assert first.size("b") is None
 
 
+def test_a_runs_other_processes_end_before_its_lock_is_taken_over(environment, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    storage = put_lock(pid=process.pid, shared=True)
+    with pytest.raises(StoreError, match=r"last heard of .*takes over 60 s after"):
+        storage.writing().__enter__()  # the others may be alive
+    storage.delete("lock")
+    monkeypatch.setattr(objects, "LEASE_SECONDS", 2.0)
+    for ends in (lambda first: first.delete("lock"), lambda first: first._lost.set()):
+        first, other = storage_at("s3://bucket/joined"), storage_at("s3://bucket/joined")
+        with first.writing(shared=True) as run, other.writing(run):
+            time.sleep(3)  # longer than others wait
+            other.put("a", b"")
+            ends(first)
+            assert other._lost.wait(30)
+            with pytest.raises(StoreError, match=r"has taken over .* or will"):
+                other.create("b", b"")
+            first._lost.set()
+        first.delete("lock")
+
+
 def test_two_that_take_over_at_once(environment, monkeypatch):
     """The lock is replaced only as it was seen."""
     storage = put_lock(machine="another")
@@ -265,6 +286,7 @@ def test_addresses(tmp_path, monkeypatch):
         ("s3://bucket", "no place inside a bucket"),
         ("s3://bucket/", "no place inside a bucket"),
         (Path("s3://bucket/x"), "give it as a string"),
+        *((f"s3://bucket/{path}", "another place") for path in ("a?1", "a#1", "a%20b", "a b", "x/../y", "x//y")),
     ):
         with pytest.raises(StoreError, match=message):
             storage_at(address)

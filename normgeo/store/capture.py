@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from normgeo.angles.cost import cost
-from normgeo.angles.job import Job, RunConfig, check_same, prepare
+from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import AngleTable, new_statistics
 from normgeo.angles.runs import disk_explained, new_record, now, write_results
 from normgeo.angles.statistics import AngleStatistics
@@ -162,9 +162,12 @@ def _capture_job(
     plan, where = _planned(config, job), str(storage)
     with ExitStack() as held, disk_explained(where), ranks.told_to_end():
         about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
-        check_same(about["provenance"]["identity"]["about"], job.about, where)
+        identity, mine = about["provenance"]["identity"], _identity(config, job)  # of the first process, and of this
+        check_same(identity["about"], job.about, where, (*SAME, "context", "bos"))
+        check_same(identity, mine, where, [key for key in mine if key != "about"])
         check_same({"layout": about["layout"]}, {"layout": plan.described}, where, ("layout",))
-        run, missing = ranks.first("begun", lambda: _begin(config, job, plan, storage, record, about, held))
+        shared = ranks.size > 1
+        run, missing = ranks.first("begun", lambda: _begin(config, job, plan, storage, record, about, shared, held))
         if ranks.rank:
             held.enter_context(storage.writing(run))
         try:
@@ -177,26 +180,31 @@ def _capture_job(
             raise
 
 
+def _identity(config: CaptureConfig, job: Job) -> dict[str, Any]:
+    """What decides the numbers of a store."""
+    run = config.run
+    return {"about": job.about, "phases": list(config.phases), "batch": run.batch, "null": run.null,
+            "null_every": run.null_every, "seed": run.seed, "label": job.label}  # fmt: skip
+
+
 def _new_record(
     config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, announce: Callable[[str], None]
 ) -> dict[str, Any]:
     announce(_check_space(config, job, plan, storage))
-    about = {"about": job.about, "phases": config.phases, "batch": config.run.batch, "null": config.run.null,
-             "null_every": config.run.null_every, "seed": config.run.seed, "label": job.label}  # fmt: skip
-    provenance = new_record(config.run) | {"identity": about}
+    provenance = new_record(config.run) | {"identity": _identity(config, job)}
     provenance = {k: v for k, v in provenance.items() if k not in ("status", "models")}
     return {"status": "running", "capture": asdict(config), "provenance": provenance, "layout": plan.described}
 
 
 def _begin(
     config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, before: dict[str, Any] | None,
-    record: dict[str, Any], held: ExitStack,
+    record: dict[str, Any], shared: bool, held: ExitStack,
 ) -> tuple[str, list[int]]:  # fmt: skip
     """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write.
 
     Whoever holds the lock looks again: while the model was loaded another run may have been here.
     """
-    run = held.enter_context(storage.writing())
+    run = held.enter_context(storage.writing(shared=shared))
     if before is None:
         _check_free(storage, config)
     elif _interrupted(storage) != before:

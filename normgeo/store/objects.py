@@ -2,8 +2,8 @@
 
 An object is there whole or not at all; a chunk is gathered in memory and put at once. `create` is a PUT that fails
 where there is an object, and so no row is ever committed twice, whatever became of the lock. The lock is an object
-that its writer renews: it says who writes, and is taken over from a process that is known to be dead, or that has not
-renewed it for a minute.
+that a run's first process renews: it says who writes, and is taken over from a process that is known to be dead, or
+that has not renewed it for a minute: by then the run's other processes, if it has any, have missed it and ended.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Objects(Storage):
         self.address = self.absolute = address.rstrip("/")
         if not re.fullmatch(r"\w+://[^/]+/.*[^/]", self.address):
             raise StoreError(f"{address} names no place inside a bucket; give s3://bucket/prefix or gs://bucket/prefix")
+        if re.search(r"[?#%\\\s]", self.address) or {"", ".", ".."} & set(self.address.split("/")[3:]):
+            raise StoreError(f"{address} would be read as another place; give a prefix of plain characters")
         try:
             import obstore
         except ImportError as error:
@@ -237,23 +239,24 @@ class Objects(Storage):
     # --- the lock ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, run: str | None = None) -> Iterator[str]:
+    def writing(self, run: str | None = None, *, shared: bool = False) -> Iterator[str]:
         """Hold an object that says who writes, and renew it; a run's other processes find its name there."""
+        ended = threading.Event()
         if run is not None:
             if json.loads(self.read("lock"))["run"] != run:
                 raise StoreError(f"{self} is not the store that this run's first process writes")
-            yield run
-            return
-        run, ended = uuid.uuid4().hex, threading.Event()
-        self._held = _Held(run, self._take(_holder(run)))
-        renewing = threading.Thread(target=self._renew, args=(ended,), daemon=True)
-        renewing.start()
+            beside = threading.Thread(target=self._follow, args=(run, ended), daemon=True)
+        else:
+            run = uuid.uuid4().hex
+            self._held = _Held(run, shared, self._take(_holder(run, shared)))
+            beside = threading.Thread(target=self._renew, args=(ended,), daemon=True)
+        beside.start()
         try:
             yield run
         finally:
             ended.set()
-            renewing.join()
-            if not self._lost.is_set():
+            beside.join()
+            if self._held is not None and not self._lost.is_set():
                 self.delete("lock")
 
     def _take(self, mine: bytes) -> Any:
@@ -268,7 +271,7 @@ class Objects(Storage):
                 found = self._ob.get(self._objects, "lock")
                 meta, holder = found.meta, json.loads(bytes(found.bytes()))
                 silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
-                if silent < LEASE_SECONDS and not _dead(holder):
+                if silent < LEASE_SECONDS and (holder["shared"] or not _dead(holder)):
                     raise StoreError(
                         f"another process writes {self}: process {holder['pid']} of {holder['host']}, last heard of "
                         f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, "
@@ -282,6 +285,23 @@ class Objects(Storage):
         while not ended.wait(LEASE_SECONDS / 4) and not self._lost.is_set():
             self._renewed()
 
+    def _follow(self, run: str, ended: threading.Event) -> None:
+        """Look whether the run still holds the lock; half of what others wait without a sign of it are enough."""
+        seen, heard = None, time.monotonic()
+        while not ended.wait(LEASE_SECONDS / 8) and not self._lost.is_set():
+            try:
+                now = json.loads(bytes(self._ob.get(self._objects, "lock").bytes()))
+                if now["run"] != run:
+                    self._lost.set()
+                elif now != seen:
+                    seen, heard = now, time.monotonic()
+            except FileNotFoundError:
+                self._lost.set()
+            except self._ob.exceptions.BaseError:  # the network may come back
+                pass
+            if time.monotonic() - heard > LEASE_SECONDS / 2:
+                self._lost.set()
+
     def _renewed(self) -> bool:
         """Say that this run still writes; whether it does."""
         held = self._held
@@ -289,7 +309,7 @@ class Objects(Storage):
             return False
         with held.renewing:
             try:
-                mine = _holder(held.run, held.times + 1)
+                mine = _holder(held.run, held.shared, held.times + 1)
                 held.version = _version(self._ob.put(self._objects, "lock", mine, mode=held.version))
                 held.times += 1
             except (FileNotFoundError, self._ob.exceptions.PreconditionError):
@@ -301,14 +321,18 @@ class Objects(Storage):
 
     def _refuse_if_lost(self) -> None:
         if self._lost.is_set():
-            raise StoreError(f"another process has taken over {self}, as this one was not heard of; this one ends")
+            raise StoreError(
+                f"another process has taken over {self}, or will: this one, or the first of its run, was not heard of; "
+                "it ends"
+            )
 
 
 @dataclass
 class _Held:
-    """A lock that is held: by which run, in which version of the object, renewed how often."""
+    """A lock that is held: by which run, of several processes or one, in which version, renewed how often."""
 
     run: str
+    shared: bool
     version: Any
     times: int = 0
     renewing: threading.Lock = field(default_factory=threading.Lock)
@@ -349,10 +373,10 @@ def _machine() -> str:
     return f"{boot.read_text().strip()} {container.stat().st_ino}" if boot.exists() else socket.gethostname()
 
 
-def _holder(run: str, renewed: int = 0) -> bytes:
+def _holder(run: str, shared: bool = False, renewed: int = 0) -> bytes:
     """Who writes; never twice the same, since S3's tag is a hash of the content."""
-    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "renewed": renewed}
-    return json.dumps(about).encode()
+    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "shared": shared}
+    return json.dumps(about | {"renewed": renewed}).encode()
 
 
 def _dead(holder: dict[str, Any]) -> bool:

@@ -39,7 +39,7 @@ from normgeo.store.rebuild import Rebuild, standardized
 from normgeo.store.storage import Storage
 from normgeo.tokens import TokenStream
 
-__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates"]
+__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "seen"]
 
 
 class ChunkReader:
@@ -178,7 +178,7 @@ class HiddenStates:
         except ImportError as error:
             raise NormGeoError("dask arrays need dask: pip install 'normgeo[dask]'") from error
         store, spec = self._store, self.spec
-        block = functools.partial(_block, store.storage.absolute, _seen(store), len(store.commit_log), spec)
+        block = functools.partial(_block, store.storage.absolute, seen(store), len(store.commit_log), spec)
         rows = tuple((commit.stop - commit.start) * spec.heads for commit in store.commit_log)
         dtype = np.dtype(np.float32) if spec.dtype == "bfloat16" else spec.stored
         if not rows:
@@ -205,23 +205,23 @@ class HiddenStates:
             yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
 
 
-def _seen(store: HiddenStateStore, rows: int | None = None) -> str:
+def seen(store: HiddenStateStore, rows: int | None = None) -> str:
     """Identity of a store's first rows: of what was captured from what, and of the statistics of the numbers."""
     return identity([store.store_id, [commit.state for commit in store.commit_log[:rows]]])
 
 
 @functools.lru_cache(4)
-def _opened(path: str, seen: str, rows: int) -> HiddenStateStore:
-    """A store, opened once in a process that computes with its blocks; its first rows are those that were `seen`."""
+def _opened(path: str, before: str, rows: int) -> HiddenStateStore:
+    """A store, opened once in a process that computes with its blocks; its first rows are the same as `before`."""
     store = HiddenStateStore(path)
-    if _seen(store, rows) != seen:
+    if seen(store, rows) != before:
         raise StoreError(f"{path} holds another capture than when this dask array was made; make it again")
     return store
 
 
-def _block(path: str, seen: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
+def _block(path: str, before: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
     """The numbers of a row of chunks; bfloat16 as float32."""
-    stored = HiddenStates(_opened(path, seen, rows), spec).chunk(row)
+    stored = HiddenStates(_opened(path, before, rows), spec).chunk(row)
     return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
 
 
@@ -268,7 +268,8 @@ class HiddenStateStore:
         """In words, how much of the store is there, where it is incomplete; else nothing."""
         there = sum(commit.stop - commit.start for commit in self.committed.values())
         found = f"{self.storage} is incomplete: {there:,} of {self.layout.n_tokens:,} tokens are committed"
-        return "" if self.complete else f"{found}; normgeo capture --resume {self.storage} goes on"
+        gap = f", of which the first {self.n_tokens:,} are read, up to the first gap" if there > self.n_tokens else ""
+        return "" if self.complete else f"{found}{gap}; normgeo capture --resume {self.storage} goes on"
 
     @functools.cached_property
     def root(self) -> zarr.Group:

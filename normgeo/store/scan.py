@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import socket
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from torch import Tensor
 from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
 from normgeo.angles.runs import RunConfig, default_stem, disk_explained, new_record, now, save_record, write_results
 from normgeo.angles.statistics import AngleStatistics
-from normgeo.errors import NormGeoError, RunError, StoreError
+from normgeo.errors import RunError, StoreError
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.sites import NormSite
 from normgeo.store.layout import as_numpy, as_torch
-from normgeo.store.reader import ChunkReader, HiddenStateStore
+from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
+from normgeo.store.workers import cluster, threads
 from normgeo.system.files import alone, check_folder, claimed, taken
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
@@ -42,16 +43,16 @@ __all__ = ["angles_from_store", "run_from_store"]
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
 TASKS_A_WORKER = 4  # at least, where the store has as much to share out
 AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read together; of a site if they are more
-WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
-CONNECT_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """What all tasks have in common; `name` is new for every scan."""
+    """What all tasks have in common; `name` is new for every scan, `seen` what the first `rows` of the store are."""
 
     name: str
     path: str
+    seen: str
+    rows: int
     sites: str | None
     null: int
     null_every: int
@@ -107,11 +108,12 @@ def angles_from_store(
     check_numbers(null=null, null_every=null_every, seed=seed, batch=batch)
     store = HiddenStateStore(path)
     if not store.n_tokens:
-        raise StoreError(f"{path} holds no committed tokens yet; normgeo capture --resume {path} goes on")
+        raise StoreError(store.incomplete)
     identity = store.provenance["identity"]
     asked = {"null": null, "null_every": null_every, "seed": seed}
     drawn = {name: identity[name] if value is None else value for name, value in asked.items()}
-    reader = _Reader(_Scan(uuid.uuid4().hex, store.storage.absolute, sites, **drawn), store)
+    known = store.storage.absolute, seen(store), len(store.commit_log)
+    reader = _Reader(_Scan(uuid.uuid4().hex, *known, sites, **drawn), store)
     if store.incomplete:
         announce(store.incomplete)
     with memory_kept():
@@ -204,7 +206,7 @@ def _scanned(reader: _Reader, batch: int, scheduler: str | None, progress: bool)
     statistics, differing, store = reader.statistics(reader.sites), set[str](), reader.store
     run = reader.run if scheduler is None else functools.partial(_run, reader.scan)
     with (
-        _threads() if scheduler is None else _cluster(scheduler) as (submit, workers),
+        threads() if scheduler is None else cluster(scheduler) as (submit, workers),
         progress_bar(store.provenance["identity"]["label"], store.n_tokens, enabled=progress) as advance,
     ):
         tasks = _tasks(reader, batch, workers)
@@ -221,8 +223,15 @@ def _run(scan: _Scan, task: _Task) -> _Found:
 
 @functools.lru_cache(maxsize=1)
 def _reader(scan: _Scan) -> _Reader:
-    """Opened once in a worker of a cluster."""
-    return _Reader(scan, HiddenStateStore(scan.path))
+    """Opened once in a worker of a cluster; it may see another file system.
+
+    Raises:
+        StoreError: another store is there.
+    """
+    store = HiddenStateStore(scan.path)
+    if seen(store, scan.rows) != scan.seen:
+        raise StoreError(f"{socket.gethostname()} has another capture at {scan.path} than was asked for")
+    return _Reader(scan, store)
 
 
 class _Reader:
@@ -329,51 +338,3 @@ class _Replay:
             if self._at == commit.stop:
                 self.differs |= self._crc != commit.post.get(self.site.key)
                 self._crc = 0
-
-
-# --- who does them ---------------------------------------------------------------------------------------------------
-
-Submit = Callable[..., Any]
-
-
-@contextmanager
-def _threads() -> Iterator[tuple[Submit, int]]:
-    """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
-    threads = torch.get_num_threads()
-    workers = WORKERS_A_THREAD * threads
-    pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool.submit, workers
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _cluster(address: str) -> Iterator[tuple[Submit, int]]:
-    """The workers of a dask.distributed cluster.
-
-    Raises:
-        NormGeoError: dask is not installed, nobody answers at the address, there are no workers, or they die.
-    """
-    try:
-        import distributed
-        from distributed.comm.addressing import get_address_host_port
-    except ImportError as error:
-        raise NormGeoError("--scheduler needs dask.distributed: pip install 'normgeo[dask]'") from error
-    try:
-        get_address_host_port(address, strict=True)
-        client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
-        raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
-    with client:
-        try:
-            client.wait_for_workers(1, timeout=CONNECT_SECONDS)
-        except TimeoutError as error:
-            raise NormGeoError(f"the dask scheduler at {address} has no workers: start some") from error
-        try:
-            yield functools.partial(client.submit, pure=False), sum(client.nthreads().values())
-        except (distributed.KilledWorker, CancelledError) as error:
-            raise NormGeoError(f"the dask cluster at {address} lost its workers: {error}") from error
-        except ModuleNotFoundError as error:
-            raise NormGeoError(f"the workers of {address} lack a package ({error}); install normgeo there") from error

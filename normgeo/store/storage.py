@@ -129,10 +129,10 @@ class Storage(ABC):
         """Remove everything that this run wrote, while it holds the lock; nothing if it has lost it."""
 
     @abstractmethod
-    def writing(self, run: str | None = None) -> AbstractContextManager[str]:
+    def writing(self, run: str | None = None, *, shared: bool = False) -> AbstractContextManager[str]:
         """Keep all others from writing; gives the name of the run, with which its other processes join it.
 
-        A run begins alone, and removes what a killed writer left unfinished.
+        A run begins alone, and removes what a killed writer left unfinished. `shared`: others will join it.
 
         Raises:
             StoreError: another run writes, or the run that is to be joined writes something else.
@@ -274,7 +274,7 @@ class Disk(Storage):
             self.path.rmdir()
 
     @contextmanager
-    def writing(self, run: str | None = None) -> Iterator[str]:
+    def writing(self, run: str | None = None, *, shared: bool = False) -> Iterator[str]:
         """Hold the system's lock on a file: alone to put the run's name into it, then shared with those who know it.
 
         It is free again when the last of them has ended, however it ended.

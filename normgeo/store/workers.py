@@ -1,0 +1,88 @@
+"""Who does the tasks of a scan: threads of this process, or the workers of a cluster of dask's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from normgeo.errors import NormGeoError
+
+__all__ = ["cluster", "threads"]
+
+WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
+CONNECT_SECONDS = 10
+PATIENCE_SECONDS = 60  # for workers to come in the place of those that are gone
+
+Submit = Callable[..., Any]
+
+
+@contextmanager
+def threads() -> Iterator[tuple[Submit, int]]:
+    """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
+    of_torch = torch.get_num_threads()
+    workers = WORKERS_A_THREAD * of_torch
+    pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool.submit, workers
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(of_torch)
+
+
+class _Awaited:
+    """What a cluster will give, as long as it has workers."""
+
+    def __init__(self, client: Any, future: Any) -> None:
+        self._client, self._future = client, future
+
+    def result(self) -> Any:
+        """What it gave.
+
+        Raises:
+            NormGeoError: for a while it has had no workers.
+        """
+        lost = 0
+        while True:
+            try:
+                return self._future.result(timeout=CONNECT_SECONDS)
+            except TimeoutError:
+                if self._future.done():  # it is the task's own
+                    raise
+                lost = 0 if self._client.nthreads() else lost + 1
+                if lost * CONNECT_SECONDS >= PATIENCE_SECONDS:
+                    address = self._client.scheduler.address
+                    raise NormGeoError(f"the dask cluster at {address} lost its workers, and no others came") from None
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[tuple[Submit, int]]:
+    """The workers of a dask.distributed cluster.
+
+    Raises:
+        NormGeoError: dask is not installed, nobody answers at the address, there are no workers, or they die.
+    """
+    try:
+        import distributed
+        from distributed.comm.addressing import get_address_host_port
+    except ImportError as error:
+        raise NormGeoError("--scheduler needs dask.distributed: pip install 'normgeo[dask]'") from error
+    try:
+        get_address_host_port(address, strict=True)
+        client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
+        raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=CONNECT_SECONDS)
+        except TimeoutError as error:
+            raise NormGeoError(f"the dask scheduler at {address} has no workers: start some") from error
+        try:
+            yield (lambda *of: _Awaited(client, client.submit(*of, pure=False))), sum(client.nthreads().values())
+        except (distributed.KilledWorker, CancelledError) as error:
+            raise NormGeoError(f"the dask cluster at {address} lost its workers: {error}") from error
+        except ModuleNotFoundError as error:
+            raise NormGeoError(f"the workers of {address} lack a package ({error}); install normgeo there") from error
