@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from bucket import served
 
 from normgeo.errors import StoreError
 from normgeo.store import objects
+from normgeo.store.holder import holder
 from normgeo.store.objects import storage_at
 from normgeo.store.storage import Disk
 from normgeo.system import direct
@@ -199,7 +201,7 @@ def test_one_run_writes_and_its_processes_join_it(tmp_path, environment):
 
 def put_lock(**changes):
     storage = storage_at("s3://bucket/lease")
-    storage.put("lock", json.dumps(json.loads(objects._holder("run")) | changes).encode())
+    storage.put("lock", json.dumps(json.loads(holder("run")) | changes).encode())
     return storage
 
 
@@ -261,6 +263,53 @@ def test_a_runs_other_processes_end_before_its_lock_is_taken_over(environment, m
         first.delete("lock")
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
+def test_a_lock_that_cannot_be_read_is_waited_for(environment, monkeypatch, content):
+    storage = storage_at("s3://bucket/strange")
+    storage.put("lock", content)
+    with pytest.raises(StoreError, match=r"process unknown of an unknown host, last heard of .*takes over 60 s after"):
+        storage.writing().__enter__()
+    with pytest.raises(StoreError, match="is not the store that"):
+        storage.writing("run").__enter__()
+    monkeypatch.setattr(objects, "LEASE_SECONDS", -1.0)
+    with storage.writing():
+        pass
+
+
+def test_an_endpoint_without_a_scheme_is_one_line(environment, monkeypatch):
+    for value in ("localhost:9000", "nonsense", "http://"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", value)
+        with pytest.raises(StoreError, match=r"AWS_ENDPOINT_URL must begin with http:// or https://"):
+            storage_at("s3://bucket/x")
+
+
+def test_objects_go_to_other_processes_but_not_by_fork(environment, monkeypatch):
+    storage = storage_at("s3://bucket/sent")
+    storage.put("a", b"1")
+    assert pickle.loads(pickle.dumps(storage)).read("a") == b"1"
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(StoreError, match=r"before this process was forked.*spawn"):
+        storage.read("a")
+
+
+def test_what_a_writer_is_told_when_nobody_answers_for_minutes(environment, monkeypatch):
+    storage = storage_at("s3://bucket/back")
+    with storage.writing():
+        with monkeypatch.context() as patch:
+            patch.setattr(storage._ob, "put", unreachable)
+            with pytest.raises(StoreError, match=r"cannot be reached.*what is committed is safe, and --resume s3://"):
+                storage.put("a", b"1")
+        storage.put("a", b"1")
+    assert objects.PATIENT["retry_timeout"].total_seconds() == 180
+    assert sum(min(15, 0.1 * 2**n) for n in range(20)) > 180  # what as many tries take at least
+
+
+def unreachable(*_, **__):
+    from obstore.exceptions import GenericError
+
+    raise GenericError("error sending request")
+
+
 def test_two_that_take_over_at_once(environment, monkeypatch):
     """The lock is replaced only as it was seen."""
     storage = put_lock(machine="another")
@@ -269,7 +318,7 @@ def test_two_that_take_over_at_once(environment, monkeypatch):
         storage_at("s3://bucket/lease").put("lock", b"{}")
         return True
 
-    monkeypatch.setattr(objects, "_dead", dead)
+    monkeypatch.setattr(objects, "is_dead", dead)
     with pytest.raises(StoreError, match="has just begun or ended"):
         storage.writing().__enter__()
     storage.delete("lock")

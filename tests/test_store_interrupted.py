@@ -254,3 +254,13 @@ def test_a_slow_disk_holds_the_model_back(home, tmp_path, monkeypatch, store):
     assert capture_with_a_bound(home, tmp_path / "s", monkeypatch, bound) <= bound + freed_and_not_counted_yet
     assert content(tmp_path / "s") == content(store)
     assert capture_with_a_bound(home, tmp_path / "unbound", monkeypatch, 1 << 30) > 2 * bound
+
+
+def test_a_store_that_has_just_begun_is_not_damaged(copy):
+    unfinished(copy)
+    assert HiddenStateStore(copy).incomplete.startswith(f"{copy} lacks its results; normgeo capture --resume")
+    for commit in (copy / "commits").iterdir():
+        commit.unlink()
+    (copy / "manifest.json").unlink()
+    assert verify(copy) == (0, [])
+    assert f"0 of {N} tokens are committed" in HiddenStateStore(copy).incomplete.replace(",", "")

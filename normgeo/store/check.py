@@ -31,6 +31,8 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     """
     storage = storage_at(path)
     record, layout, store = read_store(storage)
+    if record["status"] != "complete" and not storage.names("commits"):
+        return 0, []  # it has just begun, and resuming begins again
     problems, checked = metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
         problems += file_problems(storage, name, sha256)

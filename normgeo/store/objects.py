@@ -9,17 +9,15 @@ that has not renewed it for a minute: by then the run's other processes, if it h
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
-import socket
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from normgeo.errors import StoreError
+from normgeo.store.holder import holder, is_dead, read_holder
 from normgeo.store.storage import Disk, NewChunk, R, Storage, T
 
 if TYPE_CHECKING:
@@ -40,6 +39,13 @@ THREADS = 8  # one upload alone does not fill a line
 LEASE_SECONDS = 60.0
 REFUSED = ("403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
 TRY_SECONDS = 10  # to find out whether there is anybody at the address
+PATIENT = {
+    "max_retries": 1000, "retry_timeout": datetime.timedelta(minutes=3),
+    "backoff": {"init_backoff": datetime.timedelta(milliseconds=100), "max_backoff": datetime.timedelta(seconds=15),
+                "base": 2},
+}  # fmt: skip
+"""How a request is tried again: a service that is started again refuses connections for a while."""
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def storage_at(address: str | Path | Storage) -> Storage:
@@ -79,22 +85,37 @@ class Objects(Storage):
             raise StoreError(f"{address} names no place inside a bucket; give s3://bucket/prefix or gs://bucket/prefix")
         if re.search(r"[?#%\\\s]", self.address) or {"", ".", ".."} & set(self.address.split("/")[3:]):
             raise StoreError(f"{address} would be read as another place; give a prefix of plain characters")
+        for name in ENDPOINTS if self.address.startswith("s3:") else ():
+            if (endpoint := os.environ.get(name)) and not re.match(r"https?://[^/]", endpoint):
+                raise StoreError(f"{name} must begin with http:// or https:// and name a host, received {endpoint!r}")
         try:
             import obstore
         except ImportError as error:
             raise StoreError(f"{address} needs obstore: pip install 'normgeo[objects]'") from error
-        self._ob, self._lost, self._held = obstore, threading.Event(), None
+        self._ob, self._lost, self._held, self._writing = obstore, threading.Event(), None, False
         patience = datetime.timedelta(seconds=TRY_SECONDS)
         with self._explained():
-            self._ob.list_with_delimiter(self._open(max_retries=2, retry_timeout=patience), "commits")
-            self._objects = self._open()
+            self._ob.list_with_delimiter(self._open(retries={"max_retries": 2, "retry_timeout": patience}), "commits")
+            self._client, self._process = self._open(), os.getpid()
 
-    def _open(self, folder: str = "", **retries: Any) -> ObjectStore:
-        """A client; without `retries`, obstore's own: ten within three minutes."""
+    def __reduce__(self) -> tuple[type[Objects], tuple[str]]:
+        """Opened again where it is unpickled."""
+        return Objects, (self.address,)
+
+    @property
+    def _objects(self) -> ObjectStore:
+        """The client, whose threads a forked process does not have."""
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"{self.address} was opened before this process was forked, where nothing answers; start workers by "
+                "spawn (multiprocessing_context='spawn' of a DataLoader)"
+            )
+        return self._client
+
+    def _open(self, folder: str = "", retries: Any = PATIENT) -> ObjectStore:
         from obstore.store import from_url
 
-        options: Any = {"retry_config": retries} if retries else {}
-        return from_url(f"{self.address}/{folder}".rstrip("/"), **options)
+        return from_url(f"{self.address}/{folder}".rstrip("/"), retry_config=retries)
 
     @contextmanager
     def _explained(self, name: str = "") -> Iterator[None]:
@@ -118,9 +139,10 @@ class Objects(Storage):
                     f"{where}: the credentials are refused ({reason}); see that the environment has the right ones "
                     "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS)"
                 ) from error
+            safe = f"; what is committed is safe, and --resume {self.address} goes on" if self._writing else ""
             raise StoreError(
                 f"{where} cannot be reached ({reason}); see that network, endpoint and credentials are right "
-                "(AWS_ENDPOINT_URL, AWS_REGION; AWS_ALLOW_HTTP=true for an http endpoint)"
+                f"(AWS_ENDPOINT_URL, AWS_REGION; AWS_ALLOW_HTTP=true for an http endpoint){safe}"
             ) from error
 
     def at(self, name: str) -> str:
@@ -243,21 +265,24 @@ class Objects(Storage):
         """Hold an object that says who writes, and renew it; a run's other processes find its name there."""
         ended = threading.Event()
         if run is not None:
-            if json.loads(self.read("lock"))["run"] != run:
+            if read_holder(self.read("lock"))["run"] != run:
                 raise StoreError(f"{self} is not the store that this run's first process writes")
             beside = threading.Thread(target=self._follow, args=(run, ended), daemon=True)
         else:
             run = uuid.uuid4().hex
-            self._held = _Held(run, shared, self._take(_holder(run, shared)))
+            self._held = _Held(run, shared, self._take(holder(run, shared)))
             beside = threading.Thread(target=self._renew, args=(ended,), daemon=True)
         beside.start()
+        self._writing = True
         try:
             yield run
         finally:
+            self._writing = False
             ended.set()
             beside.join()
             if self._held is not None and not self._lost.is_set():
-                self.delete("lock")
+                with suppress(StoreError):  # it would hide why this ends; the lock is taken over after a while
+                    self.delete("lock")
 
     def _take(self, mine: bytes) -> Any:
         exceptions = self._ob.exceptions
@@ -269,11 +294,11 @@ class Objects(Storage):
         try:
             with self._explained("lock"):
                 found = self._ob.get(self._objects, "lock")
-                meta, holder = found.meta, json.loads(bytes(found.bytes()))
+                meta, writer = found.meta, read_holder(bytes(found.bytes()))
                 silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
-                if silent < LEASE_SECONDS and (holder["shared"] or not _dead(holder)):
+                if silent < LEASE_SECONDS and (writer["shared"] or not is_dead(writer)):
                     raise StoreError(
-                        f"another process writes {self}: process {holder['pid']} of {holder['host']}, last heard of "
+                        f"another process writes {self}: process {writer['pid']} of {writer['host']}, last heard of "
                         f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, "
                         f"--resume {self} takes over {LEASE_SECONDS:.0f} s after it was last heard of"
                     )
@@ -290,7 +315,7 @@ class Objects(Storage):
         seen, heard = None, time.monotonic()
         while not ended.wait(LEASE_SECONDS / 8) and not self._lost.is_set():
             try:
-                now = json.loads(bytes(self._ob.get(self._objects, "lock").bytes()))
+                now = read_holder(bytes(self._ob.get(self._objects, "lock").bytes()))
                 if now["run"] != run:
                     self._lost.set()
                 elif now != seen:
@@ -309,7 +334,7 @@ class Objects(Storage):
             return False
         with held.renewing:
             try:
-                mine = _holder(held.run, held.shared, held.times + 1)
+                mine = holder(held.run, held.shared, held.times + 1)
                 held.version = _version(self._ob.put(self._objects, "lock", mine, mode=held.version))
                 held.times += 1
             except (FileNotFoundError, self._ob.exceptions.PreconditionError):
@@ -365,28 +390,3 @@ def _reason(error: BaseException) -> str:
 def _version(found: Mapping[str, Any]) -> Any:
     """What tells an object from a later one of its name: S3's tag, Google's generation."""
     return {key: found[key] for key in ("e_tag", "version") if found.get(key) is not None}
-
-
-def _machine() -> str:
-    """What tells process numbers apart: the boot of a machine, and the container."""
-    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {container.stat().st_ino}" if boot.exists() else socket.gethostname()
-
-
-def _holder(run: str, shared: bool = False, renewed: int = 0) -> bytes:
-    """Who writes; never twice the same, since S3's tag is a hash of the content."""
-    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine(), "shared": shared}
-    return json.dumps(about | {"renewed": renewed}).encode()
-
-
-def _dead(holder: dict[str, Any]) -> bool:
-    """Whether a process was here, and is no more."""
-    if holder["machine"] != _machine():
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

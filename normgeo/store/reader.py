@@ -266,6 +266,8 @@ class HiddenStateStore:
     @property
     def incomplete(self) -> str:
         """In words, how much of the store is there, where it is incomplete; else nothing."""
+        if self.complete and self.record["status"] != "complete":
+            return f"{self.storage} lacks its results; normgeo capture --resume {self.storage} writes them"
         there = sum(commit.stop - commit.start for commit in self.committed.values())
         found = f"{self.storage} is incomplete: {there:,} of {self.layout.n_tokens:,} tokens are committed"
         gap = f", of which the first {self.n_tokens:,} are read, up to the first gap" if there > self.n_tokens else ""

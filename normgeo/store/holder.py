@@ -1,0 +1,47 @@
+"""Who writes a store in an object store, as its lock says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+__all__ = ["holder", "is_dead", "read_holder"]
+
+UNKNOWN = {"run": None, "host": "an unknown host", "pid": "unknown", "machine": None, "shared": True}
+"""Who holds a lock that cannot be read."""
+
+
+def machine() -> str:
+    """What tells process numbers apart: the boot of a machine, and the container."""
+    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip()} {container.stat().st_ino}" if boot.exists() else socket.gethostname()
+
+
+def holder(run: str, shared: bool = False, renewed: int = 0) -> bytes:
+    """Who writes; never twice the same, since S3's tag is a hash of the content."""
+    about = {"run": run, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine(), "shared": shared}
+    return json.dumps(about | {"renewed": renewed}).encode()
+
+
+def read_holder(content: bytes) -> dict[str, Any]:
+    """What `holder` wrote; nobody known for anything else, as another tool or version may leave."""
+    try:
+        return UNKNOWN | json.loads(content)
+    except (ValueError, TypeError):
+        return UNKNOWN
+
+
+def is_dead(found: dict[str, Any]) -> bool:
+    """Whether a process was here, and is no more."""
+    if found["machine"] != machine():
+        return False
+    try:
+        os.kill(found["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
