@@ -28,7 +28,7 @@ CONDITION = ["dtype", "phase", "mode", "device", "threads"]
 
 
 def compute(run: Path | None = None) -> pd.DataFrame:
-    """Medians and quartiles by case and variant, as `inference_bench.summary` gives them.
+    """Medians and quartiles by case and variant, as `normgeo.bench.inference.summary` gives them.
 
     Args:
         run: what `normgeo bench inference --out` wrote; None is the kept one.

@@ -3,6 +3,7 @@ r"""What a converted model is made of: from a native model and a recipe to the m
 This module needs torch and `norms.py` alone, and knows no architecture: the checkpoint of a converted model carries a
 copy of both, so that it loads without this package. A recipe is plain JSON:
 
+    to         rmsnorm, crmsnorm or naive-rmsnorm
     norms      name -> {kind: rmsnorm | crmsnorm, d, eps, affine, bias, offset, centered, padded, expand}
     recenter   [module, input | output, argument, keep | drop | pad]: where a mean is removed explicitly
     tables     buffers whose centered values belong to the checkpoint
@@ -10,6 +11,7 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
     heads      tied heads: name -> width of what they read
     shapes     parameter -> its new shape, null for an axis that stays as it is
     folded     norms whose gamma and beta went into their readers
+    scales     what multiplied writers of what is compressed (LayerScale)
     writers, readers   [parameter, axis] of what is compressed
 """
 

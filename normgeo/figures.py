@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import matplotlib
 import matplotlib.figure
 import numpy as np
 import pandas as pd
@@ -15,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "draw", "legend", "plain", "save"]
+__all__ = ["KINDS", "draw", "legend", "plain", "save", "styled"]
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -36,8 +38,20 @@ ROLE_LABELS = {
 }  # fmt: skip
 
 
-def _styled() -> None:
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def styled(draw: Callable[P, T]) -> Callable[P, T]:
+    """A function that draws in the style of this package, and leaves matplotlib's settings as they were."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        with matplotlib.rc_context():
+            sns.set_theme(style="whitegrid", palette="colorblind", color_codes=False, rc=STYLE)
+            return draw(*args, **kwargs)
+
+    return drawn
 
 
 def plain(name: str) -> str:
@@ -73,13 +87,13 @@ def _names(stack: str, role: str, several: bool) -> list[str]:
     return [stack.split(".")[-2] if "." in stack else stack, name] if several and stack else [name]
 
 
+@styled
 def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     """Mean angle with error bars (one standard deviation over tokens) by layer: *Geometry* fig. 3 and 6-13.
 
     Behind them the null ensemble: where the mean angles of the random directions lie (all of them, and the central
-    95%), on the same tokens. One column of axes per site role, one row before and one after the norm.
+    90%), on the same tokens. One column of axes per site role, one row before and one after the norm.
     """
-    _styled()
     frame = frame[frame.model == model]
     panels, phases = _panels(frame), ("pre", "post")
     narrowest, size = (0.28, 8) if len(panels) < 6 else (0.55, 7)
@@ -132,7 +146,6 @@ def _by_layer(
     frame: pd.DataFrame, title: str, ylabel: str, log: bool
 ) -> tuple[matplotlib.figure.Figure, list[tuple[Axes, str, pd.DataFrame]]]:
     """Axes for one quantity by layer, a panel per model."""
-    _styled()
     models = list(frame.model.unique())
     columns = min(2, len(models))
     rows = -(-len(models) // columns)
@@ -173,7 +186,8 @@ def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
     legend(figure, list(entries.values()), list(entries), columns=4)
 
 
-def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+@styled
+def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
@@ -194,7 +208,8 @@ def energy(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.F
     return figure
 
 
-def norms(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+@styled
+def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Mean norm of the hidden states before each norm: the residual stream's growth (*Geometry* eq. 17)."""
     pre = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
@@ -204,7 +219,8 @@ def norms(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Fi
     return figure
 
 
-def rotation(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure.Figure:
+@styled
+def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
     rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
@@ -214,7 +230,9 @@ def rotation(frame: pd.DataFrame, model: str | None = None) -> matplotlib.figure
     return figure
 
 
-KINDS = {"angles": angles, "energy": energy, "norms": norms, "rotation": rotation}
+KINDS: dict[str, Callable[..., matplotlib.figure.Figure]] = {
+    "angles": angles, "energy": energy, "norms": norms, "rotation": rotation,
+}  # fmt: skip
 
 
 def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib.figure.Figure:
@@ -229,9 +247,10 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
     if kind == "angles" and model is None and len(models) > 1:
         raise DataError(f"name one of the models {models} to draw its angles")
     part = frame if model is None else frame[frame.model == model]
-    return KINDS[kind](part, model or models[0])
+    return KINDS[kind](part, *([model or models[0]] if kind == "angles" else []))
 
 
+@styled
 def save(figure: matplotlib.figure.Figure, stem: Path) -> None:
     """Write a figure as .png (300 dpi) and .svg."""
     figure.savefig(stem.with_name(stem.name + ".png"), dpi=300)

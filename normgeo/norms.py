@@ -124,7 +124,7 @@ def _traced() -> bool:
 
 
 def _onto(z: Tensor, do: Callable[..., Tensor], given: tuple[Any, ...], free: bool) -> Tensor:
-    """What `do` gives, written over z where it is free and that is possible: not where others are of many models."""
+    """What `do` gives, written over z where it is free and that is possible: not in `torch.func`'s stacks of models."""
     try:
         return do(*given, out=z) if free else do(*given)
     except RuntimeError:

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -264,6 +265,4 @@ def stream(
 
 
 def _renamed(site: NormSite, prefix: str) -> NormSite:
-    from dataclasses import replace
-
     return replace(site, name=site.name.removeprefix(f"{prefix}.")) if prefix else site

@@ -50,6 +50,17 @@ def test_angles_are_of_one_model(tables):
     assert "llama" in tables["pair"].plot("angles", "llama").get_suptitle()
 
 
+def test_drawing_leaves_matplotlibs_settings_as_they_were(tables, tmp_path):
+    with matplotlib.rc_context({"font.size": 17, "axes.grid": False}):
+        before, colors = matplotlib.rcParams.copy(), dict(matplotlib.colors.colorConverter.colors)
+        for kind in figures.KINDS:
+            figure = tables["gpt2"].plot(kind)
+            figures.save(figure, tmp_path / kind)
+        assert figure.axes[0].xaxis.get_ticklabels()[0].get_fontsize() == 7
+        assert matplotlib.rcParams == before
+        assert dict(matplotlib.colors.colorConverter.colors) == colors
+
+
 def test_points_and_bars_are_the_tables_means_and_deviations(tables):
     frame = tables["gpt2"].frame
     figure = tables["gpt2"].plot("angles")

@@ -113,7 +113,7 @@ def _tokens(rows: pd.DataFrame) -> int:
     return int(((rows.n_tokens + rows.n_excluded) // rows.heads).min())
 
 
-def _sinks(frame: pd.DataFrame, sinks: pd.DataFrame) -> list[str]:
+def _sinks(sinks: pd.DataFrame) -> list[str]:
     if sinks.empty:
         return []
     keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
@@ -146,6 +146,6 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
             ]
         for kind, group in part.groupby("kind", sort=False):
             lines += ["", *_paragraphs(str(model), str(kind), scenario(group))]
-        lines += _sinks(part, sinks[sinks.model == model] if len(sinks) else sinks)
+        lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks)
         lines.append("")
     return "\n".join(lines)

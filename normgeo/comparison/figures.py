@@ -16,7 +16,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import ROLE_LABELS, STYLE, WIDTH, legend, plain
+from normgeo.figures import ROLE_LABELS, WIDTH, legend, plain, styled
 
 __all__ = ["plot", "table"]
 
@@ -93,12 +93,12 @@ def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
     return out
 
 
+@styled
 def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figure:
     """Mean angle to the uniform vector by layer, before and after the norms, and the metrics below.
 
     One color and marker a model, one panel a role; bars are one standard deviation over tokens.
     """
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
     models = list(metrics.model)
     uniform = angles[angles.direction == "uniform"]
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 5.6), layout="constrained")

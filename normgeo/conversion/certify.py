@@ -118,7 +118,7 @@ class _SingleInside(TorchDispatchMode):
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Inputs to compare on, each with its own random content: several lengths, and one that reaches all it can.
 
-    None where only a user can make what the model takes.
+    No input where only a user can make what the model takes.
     """
     try:
         found = [*several_inputs(model), reaching_inputs(model, seed=1)]
@@ -194,7 +194,7 @@ def certify(
     """Compare a conversion with its original, both in float64 and in their own dtype.
 
     Args:
-        original64: the original in float64; `converted64` the conversion.
+        original64: the original in float64.
         converted64: the conversion in float64.
         original: the original in its own dtype.
         converted: the conversion in the same dtype.

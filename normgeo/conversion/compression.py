@@ -149,7 +149,7 @@ def compress(
     if not same(truth, outputs_of(exact, inputs), INVISIBLE):
         raise ConversionError("a stream is read by something that is no norm: it cannot be compressed")
     if not padded:
-        _narrow(exact, [*writers, *map(_shift, recipe["readers"])], gauge, recipe)
+        _narrow(exact, [*writers, *map(_shift, recipe["readers"])], recipe)
         _check_narrow(exact, inputs, truth)
 
 
@@ -203,7 +203,7 @@ def _hooks_again(exact: PreTrainedModel, recipe: dict[str, Any]) -> None:
     rebuild(exact, {"norms": {}, "recenter": recipe["recenter"]})
 
 
-def _narrow(exact: PreTrainedModel, shifts: list[Shift], gauge: Gauge, recipe: dict[str, Any]) -> None:
+def _narrow(exact: PreTrainedModel, shifts: list[Shift], recipe: dict[str, Any]) -> None:
     for name, axis in shifts:
         value = _tensor(exact, name)
         reshape(exact, name, value.narrow(axis, 0, value.shape[axis] - 1).clone())

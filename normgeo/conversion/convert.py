@@ -309,7 +309,7 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
     x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
     x[:, 1::2] = -1.0
-    x[:, : site.d % 2] = 0.0 if site.d % 2 else 1.0
+    x[:, : site.d % 2] = 0.0
     act = norm.forward  # without hooks: it may be recentered
     beta = act(torch.zeros_like(x))[0]
     stored: Any = getattr(norm, "weight", None)

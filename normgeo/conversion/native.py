@@ -31,8 +31,9 @@ def native_model(conversion: Conversion) -> PreTrainedModel | None:
     epses = {spec["eps"] for spec in recipe["norms"].values()}
     if conversion.kept or conversion.recentered or recipe["to"] != "rmsnorm" or recipe.get("heads") or len(epses) != 1:
         return None
+    (eps,) = epses
     for config_class, model_class in CANDIDATES:
-        model = _candidate(conversion.model, config_class, model_class, epses.pop())
+        model = _candidate(conversion.model, config_class, model_class, eps)
         if model is not None and _equal(conversion.model, model):
             return model
     return None

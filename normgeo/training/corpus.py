@@ -129,7 +129,8 @@ class Streamed:
         exclude: Collection[str] = frozenset(),
     ) -> None:
         self.digest, self._context, self._tokenizer, self._exclude = digest, context, tokenizer, exclude
-        self.packing = f"documents packed in the data set's order, token {tokenizer.eos_token_id} after each"
+        after = "nothing" if tokenizer.eos_token_id is None else f"token {tokenizer.eos_token_id}"
+        self.packing = f"documents packed in the data set's order, {after} after each"
         self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
         self._documents = iter(self._dataset)
         self._pass = self._seen = 0

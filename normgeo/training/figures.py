@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, STYLE, WIDTH, legend
+from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, WIDTH, legend, styled
 
 __all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
@@ -26,7 +26,6 @@ def _named(model: str) -> str:
 
 
 def _figure(height: float) -> matplotlib.figure.Figure:
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=STYLE)
     return matplotlib.figure.Figure(figsize=(WIDTH, height), layout="constrained")
 
 
@@ -44,6 +43,7 @@ def _legend(figure: matplotlib.figure.Figure) -> None:
     legend(figure, list(entries.values()), list(entries), columns=4)
 
 
+@styled
 def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
     """Loss by step: every step faintly, the mean around it, and the held-out loss where it was evaluated.
 
@@ -93,6 +93,7 @@ def middle_layer(frame: pd.DataFrame) -> int | None:
     return int(common[len(common) // 2]) if common else None
 
 
+@styled
 def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
     """Angles before the first norm of one layer by training step: *Geometry* fig. 4.
 
@@ -119,6 +120,7 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
     return figure
 
 
+@styled
 def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.Figure:
     """Angles to one direction before every norm by training step: *Geometry* fig. 14-37.
 
@@ -157,6 +159,7 @@ def _short(here: pd.DataFrame) -> str:
     return str(role) if role in SINGLE else f"{layer}: {str(ROLE_LABELS.get(role, role)).removeprefix('pre-')}"
 
 
+@styled
 def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Norms by training steps: the mean angle to the uniform vector, and the energy along it times d.
 

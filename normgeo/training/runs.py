@@ -2,7 +2,7 @@
 
 train.json                  what is trained, on what, how
 tokenizer/                  the tokenizer that all twins share
-<norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `training_state`
+<norm>/state-*/, <norm>/checkpoints/, <norm>/curve/     see `state.py`
 <norm>/tensorboard/         with --tensorboard, every step's losses
 """
 

@@ -51,7 +51,7 @@ def unreadable(path: Path, error: Exception, instead: str) -> RunError:
 
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """A directory that replaces `out` when everything in it is written, or leaves `out` as it is.
+    """A directory that replaces `out` when everything in it is safely written; until then `out` stays as it is.
 
     Raises:
         RunError: the disk is full; what was there before still is.
@@ -87,7 +87,10 @@ def write_json(path: Path, value: Any) -> None:
     """
     scratch = path.with_name(f".{path.name}.partial")
     try:
-        scratch.write_text(json.dumps(value, indent=2) + "\n")
+        with scratch.open("w") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
         if not _is_full(error):
