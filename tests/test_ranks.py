@@ -26,6 +26,7 @@ from normgeo.store import capture
 from normgeo.store.capture import CaptureConfig, resume_capture, start_capture
 from normgeo.store.check import verify
 from normgeo.store.storage import Disk
+from normgeo.system import ranks
 from normgeo.system.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -191,6 +192,19 @@ def test_a_killed_process_is_missed_without_a_launcher(tmp_path):
     started[1].communicate()
     assert started[0].returncode == 1
     assert error.startswith("process 1 of the run was not heard of for 2 s; what is committed is safe")
+
+
+def test_others_at_the_meeting_place_are_not_waited_for(monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "MEETING_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes what is said, and says nothing
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        with pytest.raises(NormGeoError, match=r"the first one did not answer at 127\.0\.0\.1:\d+ for 1 s"):
+            Ranks.from_environment()
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(NormGeoError, match="WORLD_SIZE is abc, and the other processes cannot be met"):
+        Ranks.from_environment()
 
 
 def test_one_run_at_a_time(home, copy):

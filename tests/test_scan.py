@@ -167,6 +167,28 @@ def test_a_cluster_without_workers_is_not_waited_for(monkeypatch):
         workers._Awaited(cluster, cluster).result()
 
 
+def test_a_record_is_of_what_was_read_while_a_store_grows(copy, tmp_path, monkeypatch):
+    unfinished(copy)
+    last = sorted((copy / "commits").iterdir())[-1]
+    committed, real = last.read_bytes(), scan._record
+    last.unlink()
+
+    def grown(*args, **options):
+        last.write_bytes(committed)
+        return real(*args, **options)
+
+    monkeypatch.setattr(scan, "_record", grown)
+    table, where = scan.run_from_store(copy, tmp_path / "out", progress=False)
+    (about,) = json.loads((where / "run.json").read_text())["models"].values()
+    assert about["n_tokens"] == table.frame.n_tokens.max() < HiddenStateStore(copy).n_tokens
+
+
+def test_another_phase_does_not_follow_from_inputs(store):
+    opened = HiddenStateStore(store)
+    with pytest.raises(StoreError, match="follow from inputs, received 'pre'"):
+        opened.derived(opened.sites[0], "pre", torch.ones(1, opened.sites[0].d))
+
+
 def test_what_is_behind_a_gap_is_not_called_read(copy):
     unfinished(copy)
     (copy / "commits/00000002.json").unlink()

@@ -359,7 +359,13 @@ class HiddenStateStore:
         return read_record(self.storage, "manifest.json")["files"]
 
     def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
-        """The standardized or the post-norm vectors of inputs of a site."""
+        """The standardized or the post-norm vectors of inputs of a site.
+
+        Raises:
+            StoreError: it is another phase, or what is stored of the norm is damaged.
+        """
+        if phase not in ("standardized", "post"):
+            raise StoreError(f"standardized and post vectors follow from inputs, received {phase!r}")
         return standardized(pre, site.kind, site.eps) if phase == "standardized" else self.rebuild(site)(pre, site.eps)
 
     def stream(self) -> TokenStream:

@@ -82,14 +82,15 @@ class _Found:
 
 
 def angles_from_store(
-    path: str | Path, *, null: int | None = None, null_every: int | None = None, seed: int | None = None,
+    path: str | Path | HiddenStateStore, *,
+    null: int | None = None, null_every: int | None = None, seed: int | None = None,
     sites: str | None = None, batch: int | None = None, scheduler: str | None = None,
     announce: Callable[[str], None] = lambda line: None, progress: bool = True,
 ) -> AngleTable:  # fmt: skip
     """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
 
     Args:
-        path: the store; of an incomplete one, the committed tokens.
+        path: the store; of an incomplete one, the tokens that are committed when it is opened.
         null: number of random directions in the null ensemble; as many as `capture` had, unless said.
         null_every: the null ensemble meets one token in so many; as in `capture`, unless said.
         seed: of the random directions; as in `capture`, unless said.
@@ -106,7 +107,7 @@ def angles_from_store(
         NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
     """
     check_numbers(null=null, null_every=null_every, seed=seed, batch=batch)
-    store = HiddenStateStore(path)
+    store = path if isinstance(path, HiddenStateStore) else HiddenStateStore(path)
     if not store.n_tokens:
         raise StoreError(store.incomplete)
     identity = store.provenance["identity"]
@@ -140,7 +141,7 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
             if taken(where):
                 raise RunError(f"{where} is not empty; give another --out")
             record = _record(store, path, **options)
-            table = angles_from_store(path, **options)
+            table = angles_from_store(store, **options)  # which may grow meanwhile
             write_results(table, where)
             save_record(where, record | {"status": "complete", "finished": now()})
     return table, where

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ __all__ = ["Ranks", "is_first"]
 T = TypeVar("T")
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 5.0
+MEETING_SECONDS = 600.0
 SILENCE_SECONDS = 300.0
 """After which a process that was not heard of is taken for dead: one that loads a model may be silent for long."""
 
@@ -39,6 +41,24 @@ _meetings = itertools.count()
 def is_first() -> bool:
     """Whether this process is the one that prints."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def _met() -> tuple[Store, int, int]:
+    """The launcher's store, and who this process is of how many; torch waits without an end where others listen."""
+    found: Future[tuple[Store, int, int]] = Future()
+
+    def meet() -> None:
+        try:
+            found.set_result(next(rendezvous("env://")))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=meet, daemon=True).start()
+    try:
+        return found.result(timeout=MEETING_SECONDS)
+    except TimeoutError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise OSError(f"the first one did not answer at {where} for {MEETING_SECONDS:.0f} s") from error
 
 
 @dataclass(frozen=True)
@@ -64,11 +84,11 @@ class Ranks:
         Raises:
             NormGeoError: the launcher's store cannot be reached.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1:
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size == "1":
             return cls()
         try:
-            shared, rank, size = next(rendezvous("env://"))
+            shared, rank, size = _met()
         except (RuntimeError, ValueError, OSError) as error:
             raise NormGeoError(f"WORLD_SIZE is {size}, and the other processes cannot be met: {error}") from error
         store = PrefixStore(f"normgeo/{next(_meetings)}", shared)  # names of an earlier run are not met again
