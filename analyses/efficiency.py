@@ -7,6 +7,7 @@ and residual additions take inside them. The floor is the model without norms: n
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -98,7 +99,7 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> 
             continue
         error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
         at, color = np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), ENDS.get(name, _axes.PALETTE[k % 7])
-        ticks = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
+        ticks: Any = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
         if prefix:
             axes.bar(at, rows[value], wide, yerr=error, label=LABELS[name], color=color, linewidth=0, error_kw=ticks)
         else:
