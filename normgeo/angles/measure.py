@@ -120,8 +120,7 @@ def check_seen(statistics: AngleStatistics) -> None:
     Raises:
         ActivationError: there is one.
     """
-    state = statistics.totals()
-    seen, excluded = (state[name].sum(0).tolist() for name in ("count", "excluded"))
+    seen, excluded = (value.sum(0).tolist() for value in statistics.totals("count", "excluded").values())
     for site, counts, others in zip(statistics.sites, seen, excluded, strict=True):
         for phase, n, left in zip(PHASES, counts, others, strict=True):
             if not n:

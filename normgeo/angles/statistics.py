@@ -243,10 +243,10 @@ class AngleStatistics:
         for name, carried in self.carried.items():
             settle(self.state[name], carried)
 
-    def totals(self) -> dict[str, Tensor]:
-        """The state with what was carried, on the CPU."""
+    def totals(self, *names: str) -> dict[str, Tensor]:
+        """The state, or these parts of it, with what was carried, on the CPU."""
         whole = {name: self.state[name] + CARRY * carried for name, carried in self.carried.items()}
-        return {name: value.cpu() for name, value in (self.state | whole).items()}
+        return {name: value.cpu() for name, value in (self.state | whole).items() if not names or name in names}
 
     def clear(self) -> None:
         """Forget everything accumulated so far."""

@@ -30,7 +30,6 @@ def written_by_tables(
     Raises:
         ModelError: outputs are NaN.
     """
-    found = list[tuple[str, int]]()
     layernorms = [site for site in sites if site.kind == "layernorm"]
     widths = {site.d for site in layernorms}
 
@@ -39,17 +38,19 @@ def written_by_tables(
             outputs_of(model, inputs)
         return [x.mean(-1) for tensors in given.values() for x in tensors]
 
-    for name, buffer in list(model.named_buffers()):
-        for axis, size in enumerate(buffer.shape):
-            if size not in widths or buffer.ndim < 2 or not buffer.is_floating_point():
-                continue
-            kept, outputs, before = buffer.clone(), outputs_of(model, inputs), means()
-            buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
-            hidden = same(outputs, outputs_of(model, inputs), INVISIBLE)
-            moves = not same(before, means(), INVISIBLE)
-            buffer.copy_(kept)
-            if hidden and moves and not _made_anew(model, name, axis, inputs):
-                found.append((name, axis))
+    wide = [(n, b) for n, b in model.named_buffers() if b.ndim > 1 and b.is_floating_point()]
+    candidates = [(n, b, axis) for n, b in wide for axis, size in enumerate(b.shape) if size in widths]
+    if not candidates:
+        return []
+    found, outputs, before = list[tuple[str, int]](), outputs_of(model, inputs), means()
+    for name, buffer, axis in candidates:
+        kept = buffer.clone()
+        buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
+        hidden = same(outputs, outputs_of(model, inputs), INVISIBLE)
+        moves = not same(before, means(), INVISIBLE)
+        buffer.copy_(kept)
+        if hidden and moves and not _made_anew(model, name, axis, inputs):
+            found.append((name, axis))
     return found
 
 
