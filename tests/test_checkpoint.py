@@ -22,7 +22,7 @@ from normgeo.conversion import checkpoint
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.conversion.trainable import bake
-from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError
+from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError, RunError
 from normgeo.kernels import norm_ops
 from normgeo.models import EMBEDDED, example_inputs
 from normgeo.norms import RMSNorm
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     conversion = convert(zoo.tiny("gpt2"))
     monkeypatch.setattr(checkpoint, "save_torch_state_dict", full)
-    with pytest.raises(ConversionError, match="the disk is full; nothing was left behind"):
+    with pytest.raises(RunError, match="the disk is full; nothing was left behind"):
         save(conversion, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -210,7 +210,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 def test_an_existing_directory_is_not_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(RunError, match="exists already"):
         convert_checkpoint("embedded-layernorm", tmp_path / "out")
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "precious"]
 

@@ -13,7 +13,7 @@ from test_compare import EXACT, drawn, sharpened
 from analyses import causal_test
 from normgeo.cli import main as cli
 from normgeo.comparison import compare as comparison
-from normgeo.errors import ConversionError, RunError
+from normgeo.errors import ConversionError
 from normgeo.training import twins
 
 QUICK = {"null": 4, "rounds": 0, "progress": False}
@@ -142,11 +142,8 @@ def test_a_failure_while_writing_leaves_nothing(normgeo, tmp_path, monkeypatch):
     monkeypatch.setattr("normgeo.comparison.compare.figures.save", full)
     status, _, err = normgeo("gpt2", "llama", "--data", "ids.npy", "--null", 4, "--rounds", 0, "--out", "here")
     assert status == 1
-    assert "cannot write here: No space left on device" in " ".join(err.split())
+    assert "cannot write here: the disk is full; nothing was left behind" in " ".join(err.split())
     assert not list(tmp_path.glob("here*"))
-    with pytest.raises(RunError), comparison._appearing_whole(tmp_path / "gpt2") as scratch:
-        (scratch / "file").touch()
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_the_causal_test_finds_the_swap_and_not_the_conversion(tmp_path, ids):

@@ -17,10 +17,11 @@ from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.cli.main import app
 from normgeo.conversion import runs
-from normgeo.conversion.checkpoint import new_directory, save
+from normgeo.conversion.checkpoint import save
 from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.sharded import convert_sharded
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, RunError
+from normgeo.system.files import whole_directory
 
 ALL = {a.model_type: a for a in architectures()}
 TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
@@ -62,7 +63,7 @@ def test_directories_can_be_entered_and_files_read_by_others(conversion, templat
 
 
 def test_what_is_nested_deeper_can_be_read_too(tmp_path):
-    with new_directory(tmp_path / "out") as folder:
+    with whole_directory(tmp_path / "out") as folder:
         (folder / "a" / "b").mkdir(parents=True, mode=0o700)
         (folder / "a" / "b" / "c").touch(0o600)
     assert list(modes(tmp_path / "out").values()) == [0o755, 0o755, 0o755, 0o644]
@@ -171,7 +172,7 @@ def test_what_a_link_names_need_not_be_there_yet(conversion, tmp_path):
 
 def test_a_link_to_itself_is_refused_before_the_work(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(ConversionError, match="loop exists already"), new_directory(tmp_path / "loop", keep=False):
+    with pytest.raises(RunError, match="loop exists already"), whole_directory(tmp_path / "loop", keep=False):
         pytest.fail("nothing can be written there")
 
 
@@ -186,13 +187,13 @@ def test_what_fails_leaves_an_empty_directory_empty(keep, tmp_path, monkeypatch)
         return rename(path, target)
 
     def write():
-        with new_directory(tmp_path, keep=keep) as folder:
+        with whole_directory(tmp_path, keep=keep) as folder:
             (folder / "config.json").touch()
             (folder / "model.safetensors").touch()
 
     monkeypatch.setattr(Path, "rename", full)
     if keep:
-        with pytest.raises(ConversionError, match="the disk is full; nothing was left behind"):
+        with pytest.raises(RunError, match="the disk is full; nothing was left behind"):
             write()
     else:
         write()
@@ -201,11 +202,11 @@ def test_what_fails_leaves_an_empty_directory_empty(keep, tmp_path, monkeypatch)
 
 def test_what_others_write_into_it_meanwhile_is_not_overwritten(tmp_path):
     def write():
-        with new_directory(tmp_path) as folder:
+        with whole_directory(tmp_path) as folder:
             (folder / "config.json").write_text("mine")
             (tmp_path / "config.json").write_text("theirs")
 
-    with pytest.raises(ConversionError, match="not empty"):
+    with pytest.raises(RunError, match="not empty"):
         write()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
 

@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_last_state_intact(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(training_state.safetensors.torch, "save_file", save_file)
-        with pytest.raises(RunError, match="is full: state-00000006 was not written"):
+        with pytest.raises(RunError, match="state-00000006: the disk is full; what was there before is intact"):
             trained("rmsnorm", recipe, tmp_path / "run")
     assert sorted(p.name for p in (tmp_path / "run").glob("*state*")) == ["state-00000003"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -137,7 +137,7 @@ def test_the_system_refusing_to_write_is_a_full_disk(kilobytes, what, tmp_path):
     recipe, limits = small(steps=4, save_every=3, checkpoint_every=100), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * kilobytes, limits[1]))
     try:
-        with pytest.raises(RunError, match=f"is full: {what} was not written, and what was there before is intact"):
+        with pytest.raises(RunError, match=f"{what}: the disk is full; what was there before is intact"):
             trained("rmsnorm", recipe, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -9,13 +9,11 @@ angles.parquet, sinks.parquet, verdict.md, figures/   written when every model i
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +31,7 @@ from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import EMBEDDED
 from normgeo.stream import stream
-from normgeo.system.files import alone, check_folder, emptied, taken, write_whole
+from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_whole
 from normgeo.system.progress import progress_bar
 
 __all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
@@ -102,23 +100,6 @@ def _read(out: Path) -> dict[str, Any]:
 def save_record(out: Path, record: dict[str, Any]) -> None:
     """Write `run.json`."""
     write_whole(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
-
-
-@contextmanager
-def disk_explained(out: Path | str) -> Iterator[None]:
-    """A full disk, or a place that nobody can write to, as one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(
-                f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
-            ) from error
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO):
-            raise
-        if error.filename is not None and str(out) not in str(error.filename):
-            raise  # of another place
-        raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
 
 
 def _execute(

@@ -6,13 +6,11 @@ import datetime
 import itertools
 import json
 import math
-import os
 import random
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
-from normgeo.system.files import check_folder, taken
+from normgeo.system.files import check_folder, taken, whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
@@ -314,7 +312,7 @@ def compare_run(
                      progress=progress)  # fmt: skip
     weights = {name: weights_digest(model) for name, model in models.items()}
     result = replace(result, about=result.about | {"weights_sha256": weights})
-    with _appearing_whole(out) as scratch:
+    with whole_directory(out) as scratch:
         result.save(scratch)
     return result
 
@@ -352,17 +350,3 @@ def _check_writable(out: Path) -> None:
     if taken(out):
         raise RunError(f"{out} exists and is not an empty directory; give another --out")
     check_folder(out)
-
-
-@contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A directory next to `out` to write into, which takes its place when everything is written."""
-    scratch = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        os.replace(scratch, out)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror or error}; give another --out") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

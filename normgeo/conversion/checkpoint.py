@@ -12,14 +12,10 @@ native class itself does, with transformers' warning of another type. Where the 
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,9 +37,9 @@ from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.sites import evaluating
-from normgeo.system.files import taken
+from normgeo.system.files import whole_directory
 
-__all__ = ["auto_map", "check_read", "copy_beside", "describe", "native_class", "new_directory", "save", "write_config"]
+__all__ = ["auto_map", "check_read", "copy_beside", "describe", "native_class", "save", "write_config"]
 
 OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
 WRITTEN = {"config.json", "conversion.json"}
@@ -70,63 +66,6 @@ class ConvertedModel({model}):
 """
 
 
-@contextmanager
-def new_directory(out: Path, *, keep: bool = True) -> Iterator[Path]:
-    """A directory that appears under its name when everything in it is written, or not at all (never, unless kept).
-
-    An empty directory stays the one it is and gets the content: it may be a mount, or where somebody works. A link
-    stays one: what it names is written.
-
-    Raises:
-        ConversionError: it exists and is not empty, or the disk is full or not writable.
-    """
-    where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
-    if taken(where) or where.is_symlink():  # a link that is left leads to itself
-        raise ConversionError(f"{out} exists already; choose another directory, nothing was written")
-    home = where if where.exists() else where.parent
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=home))
-    except OSError as error:
-        raise ConversionError(f"cannot write to {home}: {error.strerror}") from error
-    try:
-        yield scratch
-        if not keep:
-            return
-        _readable(scratch)
-        if home == where:
-            _moved_up(scratch)
-        else:
-            scratch.rename(where)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ConversionError(
-            f"cannot write {out}: {'the disk is full' if full else error}; nothing was left behind"
-        ) from error
-    except Exception as error:
-        if "No space left" in str(error):  # safetensors wraps what the system says
-            raise ConversionError(f"cannot write {out}: the disk is full; nothing was left behind") from error
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _readable(folder: Path) -> None:
-    """Let others read it all: what tempfile and safetensors make is their owner's alone."""
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def _moved_up(folder: Path) -> None:
-    """Move what a directory holds beside it, where there must be nothing else, as `rename` would have it."""
-    if any(path != folder for path in folder.parent.iterdir()):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-    with ExitStack() as back:
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):  # without it nothing loads
-            back.callback(path.rename(folder.with_name(path.name)).rename, path)
-        back.pop_all()
-
-
 def save(
     conversion: Conversion,
     out: Path | str,
@@ -149,14 +88,15 @@ def save(
 
     Raises:
         ConversionError: the certificate has not passed, the model has hooks or a structure that a checkpoint does not
-            tell, the directory exists, the model's code is not part of transformers, or the disk is full.
+            tell, or the model's code is not part of transformers.
+        RunError: the directory exists, or cannot be written.
     """
     if not conversion.certificate.passed:
         raise ConversionError("the certificate did not pass; such a model is not saved")
     model = conversion.model
     _check_told(model, conversion.recipe)
     native = native_model(conversion)
-    with new_directory(Path(out)) as folder:
+    with whole_directory(Path(out)) as folder:
         if beside is not None:
             copy_beside(beside, folder)
         if native is not None:

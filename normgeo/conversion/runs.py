@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from normgeo.conversion.checkpoint import native_class, new_directory, save
+from normgeo.conversion.checkpoint import native_class, save
 from normgeo.conversion.convert import Conversion, convert, decompress
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
@@ -29,6 +29,7 @@ from normgeo.models import (
     whence,
 )
 from normgeo.stream import check_context, vocabulary
+from normgeo.system.files import whole_directory
 from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]
@@ -82,14 +83,15 @@ def convert_checkpoint(
         The conversion, and how its checkpoint loads: `native` or `remote`.
 
     Raises:
-        ConversionError: it cannot be converted, the certificate failed, or it cannot be written.
+        ConversionError: it cannot be converted, or the certificate failed.
+        RunError: it cannot be written.
         ModelError, DataError: whatever is wrong with the model or the data.
     """
     if to not in ("rmsnorm", "crmsnorm"):
         raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
     if (Path(name) / "adapter_config.json").is_file():
         raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
-    with new_directory(out, keep=False):
+    with whole_directory(out, keep=False):
         pass  # say that it cannot be written before hours of work
     plain = to == "rmsnorm" and not (keep_tie or fold_affine)
     folder = _folder(name, revision)

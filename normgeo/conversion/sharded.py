@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from normgeo.conversion.centering import center_writers
-from normgeo.conversion.checkpoint import check_read, copy_beside, describe, new_directory, write_config
+from normgeo.conversion.checkpoint import check_read, copy_beside, describe, write_config
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import Place, looking_at, tied
@@ -29,6 +29,7 @@ from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_mode
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.models import config_and_class, load_tokenizer
+from normgeo.system.files import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
 
@@ -104,6 +105,7 @@ def convert_sharded(
         ConversionError: as `convert`; or it is converted already; or the checkpoint's names are not the model's, so
             that it has to be converted in memory; or what was written lacks a tensor of the converted model, or has
             another, or is read as other layers, or cannot be loaded.
+        RunError: as `save`.
     """
     config, cls = config_and_class(str(source), {}, trust_remote_code)
     _check_unconverted(source, config)
@@ -118,7 +120,7 @@ def convert_sharded(
     check_alike(to, _treated(conversion, gauge))
     recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
     done = _of_all_layers(conversion, recipe, whole, to)
-    with new_directory(out) as folder:
+    with whole_directory(out) as folder:
         _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to)
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)

@@ -15,7 +15,7 @@ from torch import Tensor
 from normgeo.angles.cost import cost
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import AngleTable, new_statistics
-from normgeo.angles.runs import disk_explained, new_record, now, write_results
+from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.store.check import metadata_problems
@@ -26,6 +26,7 @@ from normgeo.store.rebuild import Rebuild, find_rebuild
 from normgeo.store.storage import Storage
 from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
+from normgeo.system.files import disk_explained
 from normgeo.system.progress import progress_bar
 from normgeo.system.ranks import Ranks
 from normgeo.tokens import TokenBatch, TokenStream

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "alone", "check_file", "check_folder", "claimed", "emptied", "numbered", "taken", "write_table", "write_whole",
+    "alone", "check_file", "check_folder", "claimed", "disk_explained", "emptied", "is_full", "numbered", "taken",
+    "whole_directory", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL, LOCK = ".partial", ".lock"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_IN_WORDS = ("No space left", "File too large")  # what safetensors hands on of an error of the system
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
 
 
 def check_file(out: Path | None) -> None:
@@ -201,3 +207,106 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an error."""
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in FULL_IN_WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+@contextmanager
+def disk_explained(out: Path | str) -> Iterator[None]:
+    """A full disk, or a place that nobody can write to, as one line: for runs that can be resumed.
+
+    Raises:
+        RunError: that line.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise RunError(
+                f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
+            ) from error
+        if error.errno not in UNWRITABLE:
+            raise
+        if error.filename is not None and str(out) not in str(error.filename):
+            raise  # of another place
+        raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
+
+
+@contextmanager
+def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> Iterator[Path]:
+    """A directory to write into, which is there as `out` when everything in it is safely written, or not at all.
+
+    An empty directory stays the one it is and gets the content: it may be a mount, or where somebody works. A link
+    stays one: what it names is written.
+
+    Args:
+        out: where.
+        replace: in the place of what is there, which stays as it is until all is written. Only one process may do so.
+        keep: False leaves nothing behind: it was a trial.
+
+    Raises:
+        RunError: it cannot be written or the disk is full; or, where nothing is to be replaced, it is not empty.
+    """
+    where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
+    if not replace and (taken(where) or where.is_symlink()):  # a link that is left leads to itself
+        raise RunError(f"{out} exists already; choose another directory, nothing was written")
+    home = where if where.exists() and not replace else where.parent
+    try:
+        scratch = _scratch(home, where.name, fixed=replace)
+    except OSError as error:
+        raise RunError(f"cannot write to {home}: {error.strerror}; nothing was written") from error
+    try:
+        yield scratch
+        if keep:
+            _settle(scratch)
+            if home == where:
+                _moved_up(scratch)
+            else:
+                if where.exists():
+                    shutil.rmtree(where)
+                os.replace(scratch, where)
+    except Exception as error:
+        if is_full(error):
+            before = "what was there before is intact: make space and resume" if replace else "nothing was left behind"
+            raise RunError(f"cannot write {out}: the disk is full; {before}") from error
+        if isinstance(error, OSError):
+            raise RunError(f"cannot write {out}: {error.strerror or error}; nothing was left behind") from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(home: Path, name: str, *, fixed: bool) -> Path:
+    """A new directory beside what it becomes; one of a fixed name takes the place of that of a process that died."""
+    home.mkdir(parents=True, exist_ok=True)
+    scratch = home / (f".{name}{PARTIAL}" if fixed else f".{name}-{secrets.token_hex(4)}{PARTIAL}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    return scratch
+
+
+def _settle(folder: Path) -> None:
+    """Have it all on the disk, for those to read who may read the folder: safetensors writes for its owner alone."""
+    mode = folder.stat().st_mode & 0o777
+    for path in folder.rglob("*"):
+        path.chmod(mode if path.is_dir() else mode & 0o666)
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _moved_up(folder: Path) -> None:
+    """Move what a directory holds beside it, where there must be nothing else, as `rename` would have it."""
+    if any(path != folder for path in folder.parent.iterdir()):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+    with ExitStack() as back:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):  # without it nothing loads
+            back.callback(path.rename(folder.with_name(path.name)).rename, path)
+        back.pop_all()

@@ -24,11 +24,11 @@ import pandas as pd
 from normgeo import figures
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import measure_angles
-from normgeo.angles.runs import disk_explained, new_record, now, safe_name, save_record
+from normgeo.angles.runs import new_record, now, safe_name, save_record
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.system.files import alone, check_folder, emptied, taken, write_whole
+from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, whole_directory, write_whole
 from normgeo.training import figures as training_figures
-from normgeo.training.state import unreadable, whole_directory
+from normgeo.training.state import unreadable
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
@@ -145,7 +145,7 @@ def _finish(
     with disk_explained(out):
         frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
         write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
-        with whole_directory(out / "figures") as scratch:
+        with whole_directory(out / "figures", replace=True) as scratch:
             draw(frame, scratch)
         save_record(out, record | {"status": "complete", "finished": now()})
     return frame

@@ -24,12 +24,12 @@ import accelerate
 
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.models import load_tokenizer, tokenizer_digest
-from normgeo.system.files import alone, check_folder, numbered, taken
+from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe, described
-from normgeo.training.state import checkpoint_path, unreadable, whole_directory, write_json
+from normgeo.training.state import checkpoint_path, unreadable, write_json
 from normgeo.training.train import start_accelerator, train
 from normgeo.training.twins import train_tokenizer
 
@@ -110,7 +110,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         try:
             if state.is_main_process:
                 if given.tokenizer is not None:
-                    with whole_directory(out / "tokenizer") as scratch:
+                    with whole_directory(out / "tokenizer", replace=True) as scratch:
                         given.tokenizer.save_pretrained(scratch)
                 record["tokenizer_sha256"] = _tokenizer_digest(out)
                 write_json(out / "train.json", record)

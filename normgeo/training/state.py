@@ -8,13 +8,9 @@ A directory is written under another name and renamed; a state is removed when a
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +18,12 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from normgeo.errors import NormGeoError, RunError
+from normgeo.errors import RunError
+from normgeo.system.files import disk_explained, whole_directory, write_whole
 
-__all__ = [
-    "checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "whole_directory",
-    "write_json",
-]  # fmt: skip
+__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "write_json"]
 
 AFRESH = "remove it, and the run starts from its beginning"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if getattr(error, "errno", None) in FULL or "No space left" in str(error) or "File too large" in str(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def unreadable(path: Path, error: Exception, instead: str) -> RunError:
@@ -49,55 +34,14 @@ def unreadable(path: Path, error: Exception, instead: str) -> RunError:
     )
 
 
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """A directory that replaces `out` when everything in it is safely written; until then `out` stays as it is.
-
-    Raises:
-        RunError: the disk is full; what was there before still is.
-    """
-    scratch = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
-        scratch.mkdir(parents=True)
-        yield scratch
-        for path in scratch.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(scratch, out)
-    except (OSError, safetensors.SafetensorError, NormGeoError) as error:
-        if not _is_full(error):
-            raise
-        raise RunError(
-            f"the disk of {out.parent} is full: {out.name} was not written, and what was there before is intact; make "
-            "space and resume"
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole, or leave it as it was.
 
     Raises:
         RunError: the disk is full.
     """
-    scratch = path.with_name(f".{path.name}.partial")
-    try:
-        with scratch.open("w") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except OSError as error:
-        if not _is_full(error):
-            raise
-        raise RunError(f"the disk of {path.parent} is full; make space and resume") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    with disk_explained(path.parent):
+        write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _states(folder: Path) -> list[Path]:
@@ -116,7 +60,7 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[
         RunError: the disk is full; the last state is intact.
     """
     out = folder / f"state-{step:08}"
-    with whole_directory(out) as scratch:
+    with whole_directory(out, replace=True) as scratch:
         safetensors.torch.save_file(tensors, scratch / "training.safetensors")
         (scratch / "state.json").write_text(json.dumps({"step": step} | about) + "\n")
     for earlier in _states(folder):

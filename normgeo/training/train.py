@@ -27,22 +27,14 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
+from normgeo.system.files import whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
 from normgeo.training.recipe import Recipe, described, is_kept, learning_rate
-from normgeo.training.state import (
-    AFRESH,
-    checkpoint_path,
-    latest_state,
-    load_state,
-    save_state,
-    unreadable,
-    whole_directory,
-    write_json,
-)
+from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state, unreadable, write_json
 from normgeo.training.twins import build_twin, evaluate, save_twin
 
 __all__ = ["Trainer", "start_accelerator", "train"]
@@ -250,7 +242,7 @@ class Trainer:
                 "held_out": None if held_out is None else held_out.digest,
                 "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
             }  # fmt: skip
-            with whole_directory(checkpoint_path(self.folder, self.step)) as scratch:
+            with whole_directory(checkpoint_path(self.folder, self.step), replace=True) as scratch:
                 model = scratch / "model"
                 save_twin(self.norm, self._empty, values, self.recipe, model, self.tokenizer)
                 for path in model.iterdir():
@@ -282,7 +274,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
-            with whole_directory(self.folder / "curve") as scratch:  # first: a state says that all before it is there
+            # the curve first: a state says that all before it is there
+            with whole_directory(self.folder / "curve", replace=True) as scratch:
                 self.curve.to_parquet(scratch / "curve.parquet", index=False)
                 figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
             save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)

@@ -93,7 +93,8 @@ def save_twin(
         tokenizer: saved along, if there is one.
 
     Raises:
-        ConversionError: the disk is full, or the plain model is not equal to the trained one.
+        ConversionError: the plain model is not equal to the trained one.
+        RunError: it cannot be written.
     """
     extras = [] if tokenizer is None else [tokenizer]
     if norm in ("layernorm", "rmsnorm"):
