@@ -9,16 +9,14 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from normgeo.cli.app import app, console, quiet, warn
+from normgeo.cli.app import app, console, quiet, resumable, warn
 from normgeo.cli.options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import pandas as pd
-
-    from normgeo.angles.runs import RunConfig
-
-Resume = Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")]
 
 
 @app.command(cls=Knowing)
@@ -63,7 +61,7 @@ def angles(
         Path | None, typer.Option(help="Measure every checkpoint below this directory, by training step.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="runs/<model>-<date>")] = None,
-    resume: Resume = None,
+    resume: Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")] = None,
     store: Annotated[
         str | None, typer.Option(help="From the hidden states in this store, a directory or a URL, without the model.")
     ] = None,
@@ -74,7 +72,7 @@ def angles(
     """Measure the angles of hidden states before and after every norm."""
     from normgeo.angles import runs
     from normgeo.system.files import claimed
-    from normgeo.training.checkpoint_angles import default_stem
+    from normgeo.training import checkpoint_angles
 
     quiet()
     if store is not None:
@@ -89,36 +87,37 @@ def angles(
         return
     if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
-    if resume:
+    if resume is not None:
         refuse_beside("--resume")
+        with _resumable(resume):
+            steps = checkpoint_angles.resume_checkpoints(resume, announce=console.print)
+            frame = runs.resume_run(resume, announce=console.print).frame if steps is None else steps
+        _summary(frame, resume)
+        return
     if model and checkpoints:
         raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
-    if checkpoints:
-        refuse_beside(
-            "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
-            "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
-        )  # fmt: skip
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
-    stem = default_stem(checkpoints) if checkpoints else runs.default_stem(names)
     drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
         names, data, tokens, context, batch, dtype, device, device_map, sites=sites, qk=qk, keep=keep,
         revision=revision, trust_remote_code=trust_remote_code,
         **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
-    with claimed(resume or out, stem) as where:
-        try:
-            if _angles_by_step(resume) if resume else checkpoints and _angles_by_step(where, checkpoints, config):
-                return
-            if resume:
-                table = runs.resume_run(resume, announce=console.print)
-            else:
-                table = runs.start_run(config, where, announce=console.print)
-        except KeyboardInterrupt:
-            begun = (where / "run.json").is_file()
-            console.print(f"interrupted; finish it with: normgeo angles --resume {where}" if begun else "interrupted")
-            raise typer.Exit(130) from None
-    _summary(table.frame, where)
+    if checkpoints:
+        refuse_beside(
+            "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
+            "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
+        )  # fmt: skip
+        with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where):
+            frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=console.print)
+    else:
+        with claimed(out, runs.default_stem(names)) as where, _resumable(where):
+            frame = runs.start_run(config, where, announce=console.print).frame
+    _summary(frame, where)
+
+
+def _resumable(where: Path) -> AbstractContextManager[None]:
+    return resumable("angles", where, (where / "run.json").is_file)
 
 
 def _summary(frame: pd.DataFrame, where: Path) -> None:
@@ -130,45 +129,24 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     centered = already_centered(frame)
     for name, part in centered.groupby("model"):
         warn(
-            f"{name} is already centered: at {len(part)} sites the inputs have no component along "
+            f"{name} is already centered: at {part.site.nunique()} sites the inputs have no component along "
             "the uniform vector beyond rounding, so its angles of 90° were made, not found"
         )
-    table = Table("model", "role", "norm", "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
-    uniform = frame[frame.direction == "uniform"]
-    for (name, role, kind), part in uniform.groupby(["model", "role", "kind"], sort=False):
-        pre, post = part[part.phase == "pre"], part[part.phase == "post"]
-        table.add_row(
-            str(name), str(role), str(kind), str(len(pre)), f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
-            f"{post.mean_deg.mean():.2f} ± {post.std_deg.mean():.2f}°", f"{100 * pre.energy_share.mean():.3f}%",
-            f"{pre.null_percentile.median():.0f}",
-        )  # fmt: skip
     console.print("Angles to the uniform vector (mean over sites of mean ± standard deviation over tokens)")
-    console.print(table)
-    console.print(f"{where}: angles.parquet, figures/, verdict.md, run.json")
-
-
-def _angles_by_step(where: Path, checkpoints: Path | None = None, config: RunConfig | None = None) -> bool:
-    """`normgeo angles --checkpoints` or its resumption; whether `where` is of this kind."""
-    from normgeo.training import checkpoint_angles
-
-    if checkpoints is None or config is None:
-        frame = checkpoint_angles.resume_checkpoints(where, announce=console.print)
-    else:
-        frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=console.print)
-    if frame is None:
-        return False
-    table = Table("model", "step", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
-    for (model, step), part in frame[frame.direction == "uniform"].groupby(["model", "step"], sort=False):
+    by_step = "step" in frame
+    about = ("model", "step") if by_step else ("model", "role", "kind")
+    names = ("model", "step") if by_step else ("model", "role", "norm")
+    table = Table(*names, "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
+    for group, part in frame[frame.direction == "uniform"].groupby(list(about), sort=False):
         pre, post = part[part.phase == "pre"], part[part.phase == "post"]
         table.add_row(
-            str(model), f"{step:,}", f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
+            *(f"{value:,}" if isinstance(value, int) else str(value) for value in group), str(len(pre)),
+            f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
             f"{post.mean_deg.mean():.2f} ± {post.std_deg.mean():.2f}°", f"{100 * pre.energy_share.mean():.3f}%",
             f"{pre.null_percentile.median():.0f}",
         )  # fmt: skip
-    console.print("Angles to the uniform vector by training step (mean over norms of mean ± deviation over tokens)")
     console.print(table)
-    console.print(f"{where}: angles.parquet, figures/, run.json")
-    return True
+    console.print(f"{where}: angles.parquet, figures/, {'' if by_step else 'verdict.md, '}run.json")
 
 
 @app.command()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["app", "bench_app", "console", "quiet", "warn"]
+from normgeo.system.ranks import is_first
+
+__all__ = ["app", "bench_app", "console", "quiet", "resumable", "warn"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
@@ -38,3 +43,15 @@ def quiet() -> None:
     huggingface_hub.utils.logging.set_verbosity_error()  # its retries without a network, a line each
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def resumable(command: str, where: Path | str, begun: Callable[[], bool]) -> Iterator[None]:
+    """End an interrupted command as a shell expects, and say how to go on where anything was begun."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_first():
+            go_on = f"; finish it with: normgeo {command} --resume {where}" if begun() else ""
+            console.print(f"interrupted{go_on}")
+        raise typer.Exit(130) from None

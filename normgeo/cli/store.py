@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet
+from normgeo.cli.app import app, console, quiet, resumable
 from normgeo.cli.options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError, StoreError
 
@@ -47,7 +47,7 @@ def capture(
     where = resume or store
     if where is None or (resume is None and model is None):
         raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
-    try:
+    with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None):
         if resume:
             refuse_beside("--resume")
             capturing.resume_capture(resume, announce=console.print)
@@ -58,11 +58,6 @@ def capture(
             )  # fmt: skip
             config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
             capturing.start_capture(config, where, announce=console.print)
-    except KeyboardInterrupt:
-        if is_first():
-            begun = storage_at(where).size("store.json") is not None
-            console.print(f"interrupted; finish it with: normgeo capture --resume {where}" if begun else "interrupted")
-        raise typer.Exit(130) from None
     if is_first():
         console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet
+from normgeo.cli.app import app, console, quiet, resumable
 from normgeo.cli.options import Knowing, refuse_beside
 
 
@@ -64,7 +64,7 @@ def train(
         values = {k: float(f"{v:.5g}") for k, v in row.items() if k != "step"}  # rates are small numbers
         console.print(kind, {"step": int(row["step"])} | values)
 
-    try:
+    with resumable("train", where, (where / "train.json").is_file):
         if resume:
             refuse_beside("--resume", "--tensorboard")
             done = training_runs.resume_training(resume, report=report, board=tensorboard)
@@ -78,8 +78,5 @@ def train(
                 norm, data, str(exclude) if exclude else None, tokenizer, vocabulary, device
             )
             done = training_runs.start_training(config, recipe, where, report=report, board=tensorboard)
-    except KeyboardInterrupt:
-        console.print(f"interrupted; finish it with: normgeo train --resume {where}")
-        raise typer.Exit(130) from None
     for kind, path in done.items() if accelerate.PartialState().is_main_process else ():
         console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")
