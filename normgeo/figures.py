@@ -239,13 +239,15 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
     """A figure by name.
 
     Raises:
-        DataError: there is no such figure, or it is of one model and the table has several.
+        DataError: there is no such figure or model, or it is of one model and the table has several.
     """
     if kind not in KINDS:
         raise DataError(f"no figure {kind!r}; there are {', '.join(KINDS)}")
     models = list(frame.model.unique())
     if kind == "angles" and model is None and len(models) > 1:
         raise DataError(f"name one of the models {models} to draw its angles")
+    if model is not None and model not in models:
+        raise DataError(f"no model {model!r} in the table; there are {', '.join(models)}")
     part = frame if model is None else frame[frame.model == model]
     return KINDS[kind](part, *([model or models[0]] if kind == "angles" else []))
 

@@ -173,8 +173,10 @@ def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str
     """The path or hub id that a model is loaded from, and its revision as an option: table 1's are pinned.
 
     Raises:
-        ModelError: a revision of what is on this machine.
+        ModelError: a revision of what is on this machine, or something else than a name.
     """
+    if not isinstance(name, (str, Path)):
+        raise ModelError(f"a model is loaded by its hub id or directory, received {name!r}")
     path = str(EMBEDDED.get(str(name), name))
     if revision and Path(path).is_dir():
         raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")

@@ -32,7 +32,10 @@ Role = Literal[
     "post_mixer", "post_mlp", "qk", "inner", "final", "head",
 ]  # fmt: skip
 
-ATTENTION = re.compile(r"attn|attention|(^|\.)q_proj$", re.IGNORECASE)
+PROJECTIONS = r"w?([qkvo]|qkv)(_?proj)?|out_proj|query|key|value|query_key_value"
+"""Names of the matrices of an attention that is no module of its own in a layer."""
+
+ATTENTION = re.compile(rf"attn|attention|(^|\.)q_proj$|^({PROJECTIONS})$", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
 MIXER = re.compile(r"mamba|mixer|ssm|lstm|recurrent|temporal|time_mix|^conv\.", re.IGNORECASE)
 

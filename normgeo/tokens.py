@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,8 @@ def load_tokens(
 
     Args:
         data: "sample" (embedded, held-out Wikipedia text), "wikipedia" (streamed from the hub), a path (.jsonl,
-            .parquet or .txt with text, .npy with ids), or an array of ids whose rows are sequences.
+            .parquet or .txt with text, .npy with ids), an array of ids whose rows are sequences, or texts: a list of
+            strings, or a data set whose rows have a "text".
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together (1024 for text; the row length for ids).
         exclude: documents to leave out, by their whole text.
@@ -302,14 +303,15 @@ def load_tokens(
             than a token.
     """
     if not isinstance(data, (str, Path)):
-        return TokenStream.from_array(data, context=context)
+        documents = _given_texts(data)
+        if documents is None:
+            return TokenStream.from_array(data, context=context)
+        return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", _of_texts(documents))
     if holds_ids(data):
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
     context = _length(context, 1024)
     if data not in ("wikipedia", "sample"):
         next(read_documents(Path(data)), None)  # a wrong path or format is said before anything else
-    if tokenizer is None:
-        raise DataError(f"{data} is text, and this model has no tokenizer; give token ids as .npy instead")
     if data == "wikipedia":
         source, digest, documents = " ".join(WIKIPEDIA), "@".join(WIKIPEDIA), _wikipedia
     else:
@@ -318,6 +320,41 @@ def load_tokens(
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         documents = functools.partial(read_documents, path)
+    return _packed(documents, tokenizer, context, exclude, source, digest)
+
+
+def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
+    """Texts that are given as such, by themselves or in rows of a data set; None for what may be ids."""
+    if isinstance(data, Iterator):
+        raise DataError("an iterator can be read once, and tokens are read several times; give a list of what it has")
+    if isinstance(data, Mapping):
+        raise DataError(f"received a {type(data).__name__} with {', '.join(map(str, data))}; give its token ids alone")
+    try:
+        first = next(iter(data), None)
+    except TypeError:  # nothing to iterate over
+        return None
+    if isinstance(first, str):
+        return lambda: iter(data)
+    if not isinstance(first, Mapping):
+        return None
+    if not isinstance(first.get("text"), str):
+        raise DataError(f'rows with {", ".join(first)} have no "text"; give the column of text, or of token ids, alone')
+    return lambda: (row["text"] for row in data)
+
+
+def _of_texts(documents: Callable[[], Iterator[str]]) -> str:
+    digest = hashlib.sha256()
+    for text in documents():
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def _packed(
+    documents: Callable[[], Iterator[str]], tokenizer: Any, context: int, exclude: Collection[str], source: str,
+    digest: str,
+) -> TokenStream:  # fmt: skip
+    if tokenizer is None:
+        raise DataError(f"{source} cannot become tokens: the model has no tokenizer; give one, or token ids as .npy")
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
     packed = Packed(kept, tokenizer, context)
     if next(packed(), None) is None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.angles.statistics import BIN_DEGREES, ENERGY_UNIT, GROUPS, PHASES, UNIT, AngleStatistics
-from normgeo.angles.verdict import verdict
+from normgeo.angles.verdict import summary, verdict
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.models import memory_explained
@@ -53,6 +53,17 @@ class AngleTable:
         self.frame = frame
         self.sinks = pd.DataFrame() if sinks is None else sinks
 
+    def __repr__(self) -> str:
+        rows = self.summary().to_string(index=False, float_format="{:.5g}".format)
+        return f"AngleTable: angles to the uniform vector, means over sites (all are in .frame)\n{rows}"
+
+    def _repr_html_(self) -> str:
+        return self.summary().to_html(index=False, float_format="{:.5g}".format)
+
+    def summary(self) -> pd.DataFrame:
+        """The angles to the uniform vector, a row per model, role and kind of norm; see `verdict.summary`."""
+        return summary(self.frame)
+
     def plot(self, kind: str = "angles", model: str | None = None) -> matplotlib.figure.Figure:
         """A figure: `angles` (of one model), `energy`, `norms` or `rotation`."""
         return figures.draw(self.frame, kind, model)
@@ -61,8 +72,10 @@ class AngleTable:
         """What the numbers say of *Geometry*'s two scenarios, in Markdown."""
         return verdict(self.frame, self.sinks)
 
-    def save(self, folder: Path) -> None:
-        """Write `angles.parquet` and `sinks.parquet`."""
+    def save(self, folder: str | Path) -> None:
+        """Write `angles.parquet` and `sinks.parquet` to a directory, which is made where there is none."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         self.frame.to_parquet(folder / "angles.parquet", index=False)
         self.sinks.to_parquet(folder / "sinks.parquet", index=False)
 
@@ -82,7 +95,14 @@ class AngleTable:
 
     @classmethod
     def concatenated(cls, tables: Sequence[AngleTable]) -> AngleTable:
-        """The rows of several tables, in order."""
+        """The rows of several tables, in order.
+
+        Raises:
+            DataError: two have a model of one name, whose rows could not be told apart.
+        """
+        names = [name for table in tables for name in table.frame.model.unique()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"two tables are of a model called {twice[0]!r}; measure with name=... to tell them apart")
         return cls(
             pd.concat([t.frame for t in tables], ignore_index=True),
             pd.concat([t.sinks for t in tables], ignore_index=True),

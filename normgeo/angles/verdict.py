@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "already_centered", "scenario", "verdict"]
+__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "already_centered", "scenario", "summary", "verdict"]
 
 CENTERED_DEG = 1e-3
 """A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
@@ -26,6 +26,23 @@ LARGE_ENERGY = 0.05
 
 def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     return frame[(frame.direction == "uniform") & (frame.phase == phase)]
+
+
+def summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """The angles to the uniform vector in short: a row per model, role and kind of norm, or per model and step.
+
+    `before_deg` and `after_deg` are means over `sites` of the mean angle over tokens, `before_std_deg` and
+    `after_std_deg` of its standard deviation; `energy_share` is the mean of cos^2 before the norm, and
+    `null_percentile` the median place of the mean angle before it among those of the random directions.
+    """
+    by = ["model", "step"] if "step" in frame else ["model", "role", "kind"]
+    pre, post = (_uniform(frame, phase).groupby(by, sort=False) for phase in ("pre", "post"))
+    columns = {
+        "sites": pre.size(), "before_deg": pre.mean_deg.mean(), "before_std_deg": pre.std_deg.mean(),
+        "after_deg": post.mean_deg.mean(), "after_std_deg": post.std_deg.mean(),
+        "energy_share": pre.energy_share.mean(), "null_percentile": pre.null_percentile.median(),
+    }  # fmt: skip
+    return pd.DataFrame(columns).reset_index()
 
 
 def already_centered(frame: pd.DataFrame) -> pd.DataFrame:

@@ -121,7 +121,7 @@ def _resumable(where: Path) -> AbstractContextManager[None]:
 
 
 def _summary(frame: pd.DataFrame, where: Path) -> None:
-    from normgeo.angles.verdict import already_centered
+    from normgeo.angles.verdict import already_centered, summary
 
     excluded = frame[frame.direction == "uniform"].n_excluded.max()
     if excluded:
@@ -133,20 +133,18 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
             "the uniform vector beyond rounding, so its angles of 90° were made, not found"
         )
     console.print("Angles to the uniform vector (mean over sites of mean ± standard deviation over tokens)")
-    by_step = "step" in frame
-    about = ("model", "step") if by_step else ("model", "role", "kind")
-    names = ("model", "step") if by_step else ("model", "role", "norm")
+    short = summary(frame)
+    about = [column for column in ("model", "step", "role", "kind") if column in short]
+    names = ["norm" if column == "kind" else column for column in about]
     table = Table(*names, "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
-    for group, part in frame[frame.direction == "uniform"].groupby(list(about), sort=False):
-        pre, post = part[part.phase == "pre"], part[part.phase == "post"]
+    for row in short.to_dict("records"):
         table.add_row(
-            *(f"{value:,}" if isinstance(value, int) else str(value) for value in group), str(len(pre)),
-            f"{pre.mean_deg.mean():.2f} ± {pre.std_deg.mean():.2f}°",
-            f"{post.mean_deg.mean():.2f} ± {post.std_deg.mean():.2f}°", f"{100 * pre.energy_share.mean():.3f}%",
-            f"{pre.null_percentile.median():.0f}",
+            *(f"{row[column]:,}" if column == "step" else row[column] for column in about), str(row["sites"]),
+            *(f"{row[f'{when}_deg']:.2f} ± {row[f'{when}_std_deg']:.2f}°" for when in ("before", "after")),
+            f"{100 * row['energy_share']:.3f}%", f"{row['null_percentile']:.0f}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"{where}: angles.parquet, figures/, {'' if by_step else 'verdict.md, '}run.json")
+    console.print(f"{where}: angles.parquet, figures/, {'' if 'step' in short else 'verdict.md, '}run.json")
 
 
 @app.command()

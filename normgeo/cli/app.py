@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
-
-from normgeo.system.ranks import is_first
 
 __all__ = ["app", "bench_app", "console", "quiet", "resumable", "warn"]
 
@@ -36,13 +35,15 @@ def warn(text: str) -> None:
 
 
 def quiet() -> None:
-    """Leave the terminal to our own output: one progress bar, one line for an error."""
+    """Leave the terminal to our own output: one progress bar, one line for an error; Ctrl-C is an exception again."""
     import huggingface_hub
     import transformers
 
     huggingface_hub.utils.logging.set_verbosity_error()  # its retries without a network, a line each
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of `main`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -51,6 +52,8 @@ def resumable(command: str, where: Path | str, begun: Callable[[], bool]) -> Ite
     try:
         yield
     except KeyboardInterrupt:
+        from normgeo.system.ranks import is_first
+
         if is_first():
             go_on = f"; finish it with: normgeo {command} --resume {where}" if begun() else ""
             console.print(f"interrupted{go_on}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from rich.console import Console
@@ -16,6 +17,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the command line: an error that normgeo raises on purpose, or the system, is one line, and the status 1."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `quiet`: libraries that are being loaded do not bear it
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:

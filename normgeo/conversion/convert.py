@@ -64,6 +64,9 @@ class Conversion:
     recentered: tuple[Place, ...]
     recipe: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"Conversion of a {type(self.model).__name__} to {self.recipe['to']}\n{self.certificate.table()}"
+
 
 @torch.no_grad()
 def convert(

@@ -124,6 +124,9 @@ class HiddenStates:
         """
         return self._store.array(self.spec.name)
 
+    def __repr__(self) -> str:
+        return f"HiddenStates({self.spec.name!r}, shape={self.shape}, dtype={self.dtype})"
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -258,6 +261,13 @@ class HiddenStateStore:
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
         self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
 
+    def __repr__(self) -> str:
+        phases = ", ".join(sorted({spec.phase for spec in self.layout.arrays if spec.site >= 0}))
+        return (
+            f"HiddenStateStore({str(self.storage)!r}: {self.n_tokens:,} of {self.layout.n_tokens:,} tokens, "
+            f"{len(self.sites)} sites, phases {phases})"
+        )
+
     @property
     def complete(self) -> bool:
         """Whether all tokens are there."""
@@ -311,6 +321,8 @@ class HiddenStateStore:
                 return spec
         phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
         keys = [s.key for s in self.sites]
+        if site in keys and phase in ("standardized", "post") and "pre" in phases:
+            raise StoreError(f"{name} is not stored; it follows from inputs: derived(site, {phase!r}, inputs)")
         raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
 
     def open(self, site: str, phase: str = "pre") -> HiddenStates:
