@@ -8,7 +8,8 @@ import pandas as pd
 
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
-from normgeo.models import EMBEDDED, load_model, load_tokenizer
+from normgeo.loading import load_model, load_tokenizer
+from normgeo.models import EMBEDDED
 from normgeo.tokens import load_tokens
 
 KEPT = Path(__file__).parent / "data"

@@ -17,7 +17,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 from analyses import _axes, _source
 from normgeo.comparison.agreement import agreements
 from normgeo.conversion.convert import convert
-from normgeo.models import load_model, load_tokenizer, max_context
+from normgeo.examples import max_context
+from normgeo.loading import load_model, load_tokenizer
 from normgeo.tokens import load_tokens
 
 KINDS = ("original", "naive swap", "exact conversion")

@@ -11,7 +11,8 @@ import torch
 
 from normgeo import figures
 from normgeo.bench.stream import bench_stream
-from normgeo.models import load_model, load_tokenizer, max_context
+from normgeo.examples import max_context
+from normgeo.loading import load_model, load_tokenizer
 from normgeo.tokens import load_tokens
 
 LABELS = {

@@ -13,7 +13,7 @@ import torch
 from analyses import _axes
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError
-from normgeo.models import load_tokenizer
+from normgeo.loading import load_tokenizer
 from normgeo.tokens import load_tokens
 from normgeo.training.compressed import compressed, widened
 from normgeo.training.corpus import Shuffled

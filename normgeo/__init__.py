@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from normgeo.conversion.optimize import optimize
     from normgeo.errors import NormGeoError
     from normgeo.geometry import Directions, angle, standardize, uniform_vector
-    from normgeo.models import load_model, load_tokenizer
+    from normgeo.loading import load_model, load_tokenizer
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
     from normgeo.sites import NormSite, find_sites
     from normgeo.store.reader import HiddenStateStore
@@ -67,8 +67,8 @@ _HOME = {
     "angle": "geometry",
     "standardize": "geometry",
     "uniform_vector": "geometry",
-    "load_model": "models",
-    "load_tokenizer": "models",
+    "load_model": "loading",
+    "load_tokenizer": "loading",
     "CRMSNorm": "norms",
     "LayerNorm": "norms",
     "RMSNorm": "norms",

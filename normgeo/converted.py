@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from normgeo.norms import CRMSNorm, RMSNorm
 
 __all__ = [
-    "PREFIX", "TiedHead", "add_bias", "converted_class", "is_compressed", "put", "rebuild", "recenter_at", "replaced",
-    "reshape",
+    "PREFIX", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "put", "rebuild",
+    "recenter_at", "replaced", "reshape",
 ]  # fmt: skip
 
 PREFIX = "normgeo_"
@@ -206,11 +206,28 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
         recenter_at(model, *place)
 
 
+def part_of(recipe: dict[str, Any], model: Any) -> dict[str, Any]:
+    """What a recipe says of a model that is loaded without its head, within which the names are; or all of it."""
+    start = f"{model.base_model_prefix}."
+    if start == "." or hasattr(model, start[:-1]) or not any(name.startswith(start) for name in recipe["norms"]):
+        return recipe
+
+    def own(names: Any) -> Any:
+        inside = [name for name in names if name.startswith(start)]
+        cut = {name.removeprefix(start): name for name in inside}
+        return {name: names[whole] for name, whole in cut.items()} if isinstance(names, dict) else list(cut)
+
+    named = {key: own(recipe[key]) for key in ("norms", "heads", "shapes", "biases", "tables") if key in recipe}
+    places = [[place[0].removeprefix(start), *place[1:]] for place in recipe["recenter"] if place[0].startswith(start)]
+    return recipe | named | {"recenter": places}
+
+
 def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any) -> None:
     """Initialize a converted model as the native class does, and give it the structure that its recipe tells.
 
     Some heads look up by the class of the configuration what they are put on, and some models refuse any other:
-    meanwhile it is the native one.
+    meanwhile it is the native one. Others, as generation, ask for the type of the model, which is the native one from
+    then on; files have that of the class.
     """
     own = type(config)
     config.__class__ = vars(model)["config_class"] = own.__base__
@@ -218,14 +235,49 @@ def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any)
         native.__init__(model, config, *args, **kwargs)
     finally:
         config.__class__ = own
+        config.model_type = own.__base__.model_type  # pyright: ignore
         del vars(model)["config_class"]
-    rebuild(model, config.normgeo)
+    rebuild(model, part_of(config.normgeo, model))
 
 
+@cache
+def converted_config(native: type) -> type:
+    """The native configuration class, as that of a converted model.
+
+    It has another name than the native one, by which the Auto classes would take it for that.
+    """
+    body = {"model_type": PREFIX + native.model_type, "__reduce_ex__": _reduced_config}  # pyright: ignore
+    return _named(native, body, f"Converted{native.__name__}")
+
+
+@cache
 def converted_class(native: type, config: type) -> type:
-    """The native model class with the structure that its configuration's recipe tells."""
+    """The native model class with the structure that its configuration's recipe tells.
+
+    It has the name of the native one, by which transformers chooses the loss, and Trainer how labels are read.
+    """
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         initialize(self, native, config, *args, **kwargs)
 
-    return type(f"Converted{native.__name__}", (native,), {"__init__": __init__, "config_class": config})
+    settings = converted_config(config)
+    return _named(native, {"__init__": __init__, "config_class": settings, "__reduce_ex__": _reduced_model})
+
+
+def _named(native: type, body: dict[str, Any], name: str | None = None) -> type:
+    about = {"__doc__": native.__doc__, "__module__": __name__, "_native": native}
+    return type(name or native.__name__, (native,), about | body)
+
+
+def _new_converted(native: type, config: type | None = None) -> Any:
+    """An empty one of a class that is made here, and that pickle therefore does not find by its name."""
+    kind: Any = converted_config(native) if config is None else converted_class(native, config)
+    return kind.__new__(kind)
+
+
+def _reduced_config(self: Any, protocol: int) -> tuple[Any, ...]:
+    return _new_converted, (self._native,), self.__getstate__()
+
+
+def _reduced_model(self: Any, protocol: int) -> tuple[Any, ...]:
+    return _new_converted, (self._native, self.config_class._native), self.__getstate__()

@@ -6,22 +6,17 @@ import copy
 import hashlib
 import itertools
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
-import transformers
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from normgeo.converted import PREFIX, converted_class
-from normgeo.errors import ConversionError, ModelError
-from normgeo.examples import example_inputs, max_context
+from normgeo.errors import ModelError
 from normgeo.norms import RMSNorm
 
 __all__ = [
@@ -33,22 +28,15 @@ __all__ = [
     "TwinLMHeadModel",
     "base_model",
     "check_model",
-    "config_and_class",
     "default_dtype",
-    "example_inputs",
-    "explained",
-    "load_model",
-    "load_tokenizer",
-    "max_context",
     "memory_explained",
+    "out_of_memory",
     "pick_dtype",
-    "saved_elsewhere",
     "tokenizer_digest",
     "twin",
     "uncompiled",
     "usable_device",
     "weights_digest",
-    "whence",
 ]
 
 ASSETS = Path(__file__).parent / "assets"
@@ -115,180 +103,11 @@ class TwinLMHeadModel(GPT2LMHeadModel):
                     setattr(parent, name, RMSNorm(child.normalized_shape[0], child.eps))
 
 
-def load_model(
-    name: str | Path,
-    *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
-    device: torch.device | str | None = None,
-    device_map: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Load a model for inference from safetensors.
-
-    Args:
-        name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
-        dtype: "auto" is the checkpoint's own dtype.
-        device: where to put it; None leaves it on the CPU.
-        device_map: "auto" spreads the layers over all GPUs through accelerate.
-        revision: commit, branch or tag on the hub.
-        trust_remote_code: run the modelling code of the repository. Off unless asked for.
-
-    Raises:
-        ModelError: the model is missing, gated, without safetensors weights, or its class is not known.
-    """
-    path, options = whence(name, revision)
-    try:
-        config, cls = config_and_class(path, options, trust_remote_code)
-        model = cls.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise explained(str(name), error) from error
-    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
-    if str(config.model_type).startswith(PREFIX) and cls is not TwinLMHeadModel:
-        saved_elsewhere(model)
-    if str(name) in EMBEDDED:
-        model.name_or_path = str(name)
-    if str(name) in EMBEDDED and dtype == "auto":
-        model.float()  # stored in half precision to stay small, meant to compute in float32
-    if device is None or device_map is not None:
-        return model
-    try:
-        return model.to(device)  # pyright: ignore
-    except (RuntimeError, AssertionError) as error:
-        if _out_of_memory(error):
-            raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
-        raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
-
-
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Whether a device, or the machine, has too little memory; CUDA's illegal accesses speak of memory as well."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         said in str(error).lower() for said in ("out of memory", "allocate memory", "not enough memory")
     )
-
-
-def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The path or hub id that a model is loaded from, and its revision as an option: table 1's are pinned.
-
-    Raises:
-        ModelError: a revision of what is on this machine, or something else than a name.
-    """
-    if not isinstance(name, (str, Path)):
-        raise ModelError(f"a model is loaded by its hub id or directory, received {name!r}")
-    path = str(EMBEDDED.get(str(name), name))
-    if revision and Path(path).is_dir():
-        raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")
-    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
-    return path, {"revision": revision} if revision else {}
-
-
-def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
-    """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
-    raw, _ = PretrainedConfig.get_config_dict(path, **options)
-    if raw.get("model_type") == TwinConfig.model_type:
-        raw = {k: v for k, v in raw.items() if k not in ("model_type", "_commit_hash")}  # said by class and path
-        return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
-    if str(raw.get("model_type", "")).startswith(PREFIX) and "normgeo" in raw:
-        return _converted(raw)
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
-    if "auto_map" in raw and trust:
-        options["trust_remote_code"] = True
-        causal = "AutoModelForCausalLM" in raw["auto_map"]
-        return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    names = config.architectures or []
-    return config, next((c for n in names if (c := getattr(transformers, n, None))), transformers.AutoModel)
-
-
-def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
-    """The class of a converted model, built here instead of by the code in its checkpoint."""
-    kind = raw.pop("model_type").removeprefix(PREFIX)
-    native = type(transformers.AutoConfig.for_model(kind))
-    config = type("ConvertedConfig", (native,), {"model_type": PREFIX + kind, "__module__": __name__})
-    model = getattr(transformers, raw["architectures"][0], None)
-    if model is None:  # saved again by the class in the checkpoint, whose name does not say what it was
-        auto = next(name for name in raw["auto_map"] if name != "AutoConfig")
-        model = getattr(transformers, auto)._model_mapping[native]
-    return config.from_dict(raw), converted_class(model, config)
-
-
-def saved_elsewhere(model: nn.Module) -> None:
-    """Let neither a converted model nor a part of it be saved by transformers, which leaves out what its code does."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.save_pretrained = _refuse_saving  # pyright: ignore
-
-
-def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
-    """The `save_pretrained` of converted models.
-
-    Raises:
-        ConversionError: always; it says what to call.
-    """
-    raise ConversionError(
-        "save_pretrained would write a converted model as the native one: call normgeo.conversion.checkpoint.save("
-        "conversion, folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of "
-        "transformers; "
-        "to train one, convert(..., trainable=True), which saves as the model that it trains as"
-    )
-
-
-def explained(name: str, error: Exception) -> ModelError:
-    """What is wrong with a model's name, in one line, from what loading it raised."""
-    text = " ".join(str(error).split())
-    low, path = text.lower(), Path(name)
-    if path.is_file():
-        hint, text = "it is a file, and a model is a directory or a hub id", ""
-    elif path.is_dir() and not (path / "config.json").exists():
-        hint, text = "the directory has no config.json", ""
-    elif not path.exists() and not _hub_id(name):
-        hint, text = "there is no such directory", ""
-    elif "gated" in low or "401" in low or "403" in low:
-        hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
-    elif "trust_remote_code" in low:
-        hint = "it brings its own code, which is run only with --trust-remote-code"
-    elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
-        hint = "it has no safetensors weights; pickled weights are not read: convert them first"
-    elif "connect" in low or "offline" in low or "not a valid model identifier" in low:
-        hint = "there is no such local directory, and the hub does not have it or cannot be reached"
-    else:
-        hint = type(error).__name__
-    return ModelError(f"cannot load the model {name!r}: {hint}" + (f" ({text[:300]})" if text else ""))
-
-
-def _hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
-def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer that goes with a model; None where there is none, or it needs what is not installed."""
-    path, options = whence(name, revision)
-    own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
-    auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
-    try:
-        tokenizer = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except ImportError as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
-        return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # what a missing tokenizer raises, by kind
-        return None
-    if tokenizer is None:
-        return None
-    # where a checkpoint has no vocabulary transformers makes one up, of special tokens alone
-    made_up = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-    return tokenizer if tokenizer.vocab_size > len(made_up) else None
 
 
 def usable_device(name: str) -> str:
@@ -317,7 +136,7 @@ def memory_explained(what: str, hint: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if not (isinstance(error, MemoryError | OverflowError) or _out_of_memory(error) or "verflow" in str(error)):
+        if not (isinstance(error, MemoryError | OverflowError) or out_of_memory(error) or "verflow" in str(error)):
             raise
         raise ModelError(f"{what} does not fit into memory; {hint}") from error
 

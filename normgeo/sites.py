@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
-from normgeo.models import check_model, default_dtype, example_inputs, uncompiled
+from normgeo.examples import example_inputs
+from normgeo.models import check_model, default_dtype, uncompiled
 
 __all__ = ["NormSite", "Role", "find_sites", "is_leaf"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError, NormGeoError
-from normgeo.examples import example
-from normgeo.models import base_model, check_model, max_context, memory_explained, uncompiled
+from normgeo.examples import example, max_context
+from normgeo.models import base_model, check_model, memory_explained, uncompiled
 from normgeo.sites import NormSite, evaluating
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch

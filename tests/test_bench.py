@@ -10,7 +10,7 @@ from torch.nn import functional
 from zoo import tiny
 
 from analyses import stream_cost
-from normgeo import find_sites, models
+from normgeo import find_sites, load_model, models
 from normgeo.angles import job
 from normgeo.bench import inference
 from normgeo.bench import store as store_bench
@@ -84,7 +84,7 @@ def test_the_store(tmp_path, monkeypatch):
     assert (of.seconds > 0).all()
     assert (of.ratio_q25 <= of.ratio).all()
     moved = (of.mb_per_s * of.seconds).round().dropna()
-    one_phase = 1024 * 192 * 4 * len(find_sites(models.load_model("embedded-layernorm"))) / 1e6
+    one_phase = 1024 * 192 * 4 * len(find_sites(load_model("embedded-layernorm"))) / 1e6
     assert len(moved) == 9
     for name, found in moved.items():
         assert found == pytest.approx(one_phase * (2 if "and post" in name else 1), rel=0.05), name

@@ -23,8 +23,9 @@ from normgeo.conversion.checkpoint import save
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError, RunError
+from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
-from normgeo.models import EMBEDDED, example_inputs
+from normgeo.models import EMBEDDED
 from normgeo.norms import RMSNorm
 
 LOADER = """

@@ -6,7 +6,7 @@ from zoo import tiny
 
 from normgeo import convert, decompress
 from normgeo.errors import ConversionError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm, RMSNorm
 
 

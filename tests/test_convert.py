@@ -17,7 +17,7 @@ from normgeo.conversion.certify import certificate_inputs, certify
 from normgeo.conversion.gauge import Reader, Shift, center, find_gauge
 from normgeo.conversion.probing import float64_copy
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 from normgeo.tokens import TokenStream
 from normgeo.training import train as training
 

@@ -11,8 +11,8 @@ from zoo import CONFIGS, tiny
 from normgeo import convert, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
-from normgeo.examples import several_inputs
-from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, example_inputs, max_context, weights_digest
+from normgeo.examples import example_inputs, max_context, several_inputs
+from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, weights_digest
 from normgeo.tokens import SAMPLE
 from normgeo.training.train import evaluate
 

@@ -22,7 +22,7 @@ from normgeo.conversion.reaching import reaching_inputs
 from normgeo.conversion.shallow import Spread, check_alike, empty_model, shallow_gauge, shallow_model, spread
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, NormGeoError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 
 AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
 DEPTH = {
@@ -179,7 +179,7 @@ def test_the_command_by_shard(tmp_path):
 
 SMALL_MEMORY = """
 import resource, sys, torch, pathlib
-import transformers, normgeo.conversion.sharded, normgeo.conversion.convert, normgeo.models
+import transformers, normgeo.conversion.sharded, normgeo.conversion.convert, normgeo.loading
 torch.set_num_threads(1)
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[3]), used + int(sys.argv[3])))
@@ -187,7 +187,7 @@ source, out = map(pathlib.Path, sys.argv[1:3])
 if sys.argv[4] == "by shard":
     normgeo.conversion.sharded.convert_sharded(source, out)
 else:
-    normgeo.conversion.convert.convert(normgeo.models.load_model(source))
+    normgeo.conversion.convert.convert(normgeo.loading.load_model(source))
 print("done")
 """
 

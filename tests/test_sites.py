@@ -19,7 +19,7 @@ from transformers import (
 
 from normgeo import architectures, convert, measure_angles
 from normgeo.errors import ModelError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 from normgeo.sites import find_sites
 
 LN, RMS = "layernorm", "rmsnorm"

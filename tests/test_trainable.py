@@ -16,7 +16,7 @@ from normgeo import convert
 from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 from normgeo.norms import RMSNorm
 from normgeo.training.compressed import compressed
 

@@ -15,7 +15,7 @@ from normgeo.conversion.checks import check_inputs
 from normgeo.conversion.probing import outputs_of, tied
 from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import example_inputs
+from normgeo.examples import example_inputs
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
 GPT_NEO = {

@@ -13,16 +13,9 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.errors import NormGeoError, RunError
-from normgeo.models import (
-    EMBEDDED,
-    load_model,
-    load_tokenizer,
-    max_context,
-    pick_dtype,
-    tokenizer_digest,
-    usable_device,
-    weights_digest,
-)
+from normgeo.examples import max_context
+from normgeo.loading import load_model, load_tokenizer
+from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.timing import device_name

@@ -39,8 +39,9 @@ from normgeo.bench.inference_models import (
 )
 from normgeo.bench.norm_timer import NormTimer
 from normgeo.errors import ModelError, NormGeoError
+from normgeo.examples import example_inputs, max_context
 from normgeo.kernels import norm_ops
-from normgeo.models import example_inputs, max_context, memory_explained
+from normgeo.models import memory_explained
 from normgeo.sites import NormSite
 from normgeo.system.timing import (
     Stopwatch,

@@ -29,7 +29,8 @@ from normgeo.conversion.shallow import shallow_gauge
 from normgeo.converted import put
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.kernels import norm_ops
-from normgeo.models import load_model, twin
+from normgeo.loading import load_model
+from normgeo.models import twin
 from normgeo.norms import RMSNorm
 from normgeo.sites import NormSite, find_sites
 

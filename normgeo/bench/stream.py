@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import measure_angles, new_statistics
 from normgeo.errors import DataError, NormGeoError
-from normgeo.models import base_model, load_model, load_tokenizer, twin
+from normgeo.loading import load_model, load_tokenizer
+from normgeo.models import base_model, twin
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, forward, stream
 from normgeo.system.memory import memory_kept

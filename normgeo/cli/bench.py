@@ -129,7 +129,8 @@ def bench_stream(
     import torch
 
     from normgeo.bench.stream import bench_stream
-    from normgeo.models import load_model, load_tokenizer, usable_device
+    from normgeo.loading import load_model, load_tokenizer
+    from normgeo.models import usable_device
     from normgeo.tokens import load_tokens
 
     quiet()

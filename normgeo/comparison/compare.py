@@ -29,7 +29,9 @@ from normgeo.comparison.agreement import agreements
 from normgeo.conversion.convert import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.models import EMBEDDED, load_model, load_tokenizer, max_context, pick_dtype, usable_device, weights_digest
+from normgeo.examples import max_context
+from normgeo.loading import load_model, load_tokenizer
+from normgeo.models import EMBEDDED, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, taken, whole_directory

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from normgeo.conversion.probing import looked_at, outputs_of
+from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
@@ -47,6 +47,7 @@ class Certificate:
         unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether
             they write into a stream is not known: for inputs that reach them the certificate says nothing.
         outputs: the outputs that are compared; empty for all. The others need not be equal.
+        headless: whether the model without its head (`base_model`), which AutoModel loads, gives the same as well.
     """
 
     passed: bool
@@ -70,6 +71,7 @@ class Certificate:
     recentered: int
     unreached: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    headless: bool = False
 
     def to_json(self) -> str:
         """The fields as JSON."""
@@ -223,5 +225,16 @@ def certify(
         tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
         own.kl / max(own.batches, 1), own.top1 / max(own.batches, 1), own.perplexity(0), own.perplexity(1), own.tokens,
         site_mean, **counts, unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
-        outputs=looked_at(),
+        outputs=looked_at(), headless=_headless(original64, converted64, inputs[0], tolerance),
     )  # fmt: skip
+
+
+def _headless(a: PreTrainedModel, b: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float) -> bool:
+    """Whether what is within two models, without their heads, gives the same."""
+    if a.base_model is a:
+        return False
+    try:
+        with looking_at(()):
+            return same(*(outputs_of(model.base_model, inputs) for model in (a, b)), tolerance)  # pyright: ignore
+    except ModelError:  # it takes other inputs than with its head
+        return False

@@ -27,14 +27,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
-from normgeo import converted, models, norms
+from normgeo import converted, loading, norms
 from normgeo.conversion.certify import SINGLE, certificate_inputs
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
-from normgeo.conversion.probing import outputs_of, same
+from normgeo.conversion.probing import outputs_of, same, tied
 from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
-from normgeo.converted import PREFIX, rebuild
+from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError
 from normgeo.sites import evaluating
 from normgeo.system.files import whole_directory
@@ -46,24 +46,21 @@ WRITTEN = {"config.json", "conversion.json"}
 READ_HALF = 3e-2
 """How far outputs in half precision may be from those of the checkpoint read again, whose constants were not cast."""
 
-TEMPLATE = """
+CONFIG = """
 
-# --- this checkpoint's model ------------------------------------------------------------------------------------------
-
-from {config_module} import {config}  # noqa: E402
-from {model_module} import {model}  # noqa: E402
-
-
-class ConvertedConfig({config}):
+class Converted{config}(Native{config}):
     model_type = "{model_type}"
+"""
+MODEL = """
 
-
-class ConvertedModel({model}):
-    config_class = ConvertedConfig
+class {model}(Native{model}):
+    config_class = Converted{config}
 
     def __init__(self, config, *args, **kwargs):
-        initialize(self, {model}, config, *args, **kwargs)
+        initialize(self, Native{model}, config, *args, **kwargs)
 """
+"""A model is called as that of transformers, which looks by this name for its loss, and Trainer for its labels; its
+configuration is not, by whose name the Auto classes would take it for the native one."""
 
 
 def save(
@@ -102,8 +99,8 @@ def save(
         if native is not None:
             native.save_pretrained(folder, max_shard_size=shard)
         else:
-            write_config(model.config, type(model), conversion.recipe, folder, model.dtype)
-            state = {name: value.detach().contiguous().cpu() for name, value in model.state_dict().items()}
+            write_config(conversion, model.config, type(model), conversion.recipe, folder)
+            state = {name: value.detach().contiguous().cpu() for name, value in _stored(model).items()}
             save_torch_state_dict(state, folder, max_shard_size=shard, metadata={"format": "pt"})
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(folder)  # pyright: ignore
@@ -112,6 +109,16 @@ def save(
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
         check_read(model, _read(model, folder))
     return "remote" if native is None else "native"
+
+
+def _stored(model: PreTrainedModel) -> dict[str, Any]:
+    """The state, of tied parameters the one that is no head's: a model without its head has to find it."""
+    state = model.state_dict()
+    for group in tied(model):
+        _, *others = sorted(group, key=lambda name: not name.startswith(f"{model.base_model_prefix}."))
+        for name in others:
+            state.pop(name, None)
+    return state
 
 
 def copy_beside(source: Path, folder: Path) -> None:
@@ -151,7 +158,7 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
 
 def _read(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1  # it may not fit on one device
-    return models.load_model(folder, dtype=model.dtype, device=model.device, device_map="auto" if spread else None)
+    return loading.load_model(folder, dtype=model.dtype, device=model.device, device_map="auto" if spread else None)
 
 
 @torch.no_grad()
@@ -201,8 +208,20 @@ def auto_map(cls: type) -> dict[str, str]:
         name for name, auto in vars(modeling_auto).items()
         if name.startswith("AutoModel") and id(getattr(auto, "_model_mapping", None)) in tables
     }  # fmt: skip
-    found = dict.fromkeys(sorted(kinds) or ["AutoModel"], "modeling_normgeo.ConvertedModel")
-    return {"AutoConfig": "modeling_normgeo.ConvertedConfig", **found}
+    return dict.fromkeys(sorted(kinds) or ["AutoModel"], f"modeling_normgeo.{cls.__name__}")
+
+
+def _base(cls: type, config: PretrainedConfig, recipe: dict[str, Any]) -> type | None:
+    """What AutoModel loads of a model with a head; None where that has not the parts that the recipe names."""
+    base: Any = transformers.AutoModel._model_mapping.get(native_class(type(config)), None)  # pyright: ignore
+    if not isinstance(base, type) or base is cls:
+        return None
+    try:
+        model = empty_model(base, config)
+        rebuild(model, part_of(recipe, model))
+    except (AttributeError, ConversionError, KeyError, ValueError):
+        return None
+    return base
 
 
 def _names(mapping: dict[str, Any]) -> list[str]:
@@ -218,7 +237,7 @@ def native_class(cls: type) -> type:
     for base in cls.__mro__:
         if base.__module__.startswith("transformers."):
             return base
-        if not base.__module__.endswith((converted.__name__, "modeling_normgeo", models.__name__)):
+        if not base.__module__.endswith((converted.__name__, "modeling_normgeo")):
             break
     raise ConversionError(
         f"{cls.__name__} comes with its own code, and a checkpoint cannot rely on that; use the converted model in "
@@ -226,24 +245,38 @@ def native_class(cls: type) -> type:
     )
 
 
-def write_config(config: PretrainedConfig, cls: type, recipe: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+def write_config(
+    conversion: Conversion, config: PretrainedConfig, cls: type, recipe: dict[str, Any], folder: Path
+) -> None:
     """Write config.json and the modelling files.
+
+    Args:
+        conversion: what was certified, of which the model may have fewer layers.
+        config: of all layers.
+        cls: the model's class.
+        recipe: for all layers.
+        folder: where.
 
     Raises:
         ConversionError: the model's code is not part of transformers.
     """
     cls, settings = native_class(cls), native_class(type(config))
-    model_type = PREFIX + str(config.model_type).removeprefix(PREFIX)
+    base = _base(cls, config, recipe) if conversion.certificate.headless else None
+    model_type, module = PREFIX + str(config.model_type).removeprefix(PREFIX), "modeling_normgeo"
+    headless = {"AutoModel": f"{module}.{base.__name__}"} if base else {}
     raw = config.to_dict() | {
-        "model_type": model_type, "auto_map": auto_map(cls), "architectures": [cls.__name__], "normgeo": recipe,
-        "dtype": str(dtype).removeprefix("torch."), "transformers_version": transformers.__version__,
+        "model_type": model_type, "architectures": [cls.__name__], "normgeo": recipe,
+        "auto_map": {"AutoConfig": f"{module}.Converted{settings.__name__}"} | headless | auto_map(cls),
+        "dtype": str(conversion.model.dtype).removeprefix("torch."), "transformers_version": transformers.__version__,
     }  # fmt: skip
     raw.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))
-    names = {
-        "config_module": settings.__module__, "config": settings.__name__, "model_module": cls.__module__,
-        "model": cls.__name__, "model_type": model_type,
-    }  # fmt: skip
     code = inspect.getsource(converted).replace("from normgeo.norms import", "from .normgeo_norms import")
-    (folder / "modeling_normgeo.py").write_text(code + TEMPLATE.format(**names))
+    classes = [cls, base] if base else [cls]
+    code += "\n\n# --- this checkpoint's model ---\n\n"
+    for kind in (settings, *classes):
+        code += f"from {kind.__module__} import {kind.__name__} as Native{kind.__name__}  # noqa: E402\n"
+    code += CONFIG.format(config=settings.__name__, model_type=model_type)
+    code += "".join(MODEL.format(model=kind.__name__, config=settings.__name__) for kind in classes)
+    (folder / f"{module}.py").write_text(code)
     (folder / "normgeo_norms.py").write_text(inspect.getsource(norms))

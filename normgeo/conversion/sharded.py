@@ -28,7 +28,7 @@ from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
-from normgeo.models import config_and_class, load_tokenizer
+from normgeo.loading import UNLOADABLE, config_and_class, explained, load_processors, load_tokenizer
 from normgeo.system.files import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
@@ -107,10 +107,13 @@ def convert_sharded(
             another, or is read as other layers, or cannot be loaded.
         RunError: as `save`.
     """
-    config, cls = config_and_class(str(source), {}, trust_remote_code)
-    _check_unconverted(source, config)
-    deep = empty_model(cls, config)
-    shards = Shards(source, deep)
+    try:
+        config, cls = config_and_class(str(source), {}, trust_remote_code)
+        _check_unconverted(source, config)
+        deep = empty_model(cls, config)
+        shards = Shards(source, deep)
+    except UNLOADABLE as error:
+        raise explained(str(source), error) from error
     _check_names(deep, shards)
     shallow, to = shallow_model(cls, config)
     first = _with_weights(shallow, shards, to)
@@ -125,11 +128,12 @@ def convert_sharded(
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion.model, _few_layers(conversion.model, written, to))
-        write_config(final, cls, recipe, folder, first.dtype)
+        write_config(conversion, final, cls, recipe, folder)
         copy_beside(source, folder)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
+        processors = load_processors(source, trust_remote_code=trust_remote_code)
+        for extra in processors if tokenizer is None else [tokenizer, *processors]:
+            extra.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
         _check_loads(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": to.depth}, indent=2))
     return done
@@ -152,13 +156,18 @@ def _check_unconverted(source: Path, config: PretrainedConfig) -> None:
 
 def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
     wanted, have = set(deep.state_dict()), set(shards.home)
-    missing = wanted - have - {name for group in tied(deep) for name in group}
+    missing = wanted - have - _stored_once(deep, have)
     if missing or have - wanted:
         first, *others = sorted(missing | (have - wanted))
         raise ConversionError(
             f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
-            "convert it in memory"
+            "convert it in memory, where what is wrong with it is told"
         )
+
+
+def _stored_once(model: PreTrainedModel, have: set[str]) -> set[str]:
+    """Names of tied parameters of which one is there."""
+    return {name for group in tied(model) if have.intersection(group) for name in group}
 
 
 def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any]) -> Shards:
@@ -172,8 +181,7 @@ def _check_written(folder: Path, model: PreTrainedModel, recipe: dict[str, Any])
     rebuild(model, recipe)
     shards = Shards(folder, model)
     have, wanted = set(shards.home), set(model.state_dict())
-    lacking = wanted - have
-    lacking -= {name for group in tied(model) if have.intersection(group) for name in group}
+    lacking = wanted - have - _stored_once(model, have)
     if wrong := sorted(lacking | (have - wanted)):
         first, *others = wrong
         raise ConversionError(

@@ -23,7 +23,7 @@ from normgeo.conversion.gauge import Gauge
 from normgeo.conversion.probing import Place, float64_copy, untie
 from normgeo.converted import recenter_at
 from normgeo.errors import ConversionError
-from normgeo.models import saved_elsewhere
+from normgeo.loading import saved_elsewhere
 from normgeo.norms import RMSNorm
 
 __all__ = ["Centered", "bake", "parametrized", "trains_as", "unparametrized"]

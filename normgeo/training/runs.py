@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import accelerate
 
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.models import load_tokenizer, tokenizer_digest
+from normgeo.loading import load_tokenizer
+from normgeo.models import tokenizer_digest
 from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus

@@ -1,0 +1,241 @@
+"""Loading: a model and its tokenizer, from a hub id, a local directory, or the pair that ships with the package."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+import transformers
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from normgeo.converted import PREFIX, converted_class
+from normgeo.errors import ConversionError, ModelError
+from normgeo.models import EMBEDDED, TABLE_1, TwinConfig, TwinLMHeadModel, out_of_memory
+
+__all__ = [
+    "UNLOADABLE",
+    "config_and_class",
+    "explained",
+    "load_model",
+    "load_processors",
+    "load_tokenizer",
+    "saved_elsewhere",
+    "whence",
+]
+
+UNLOADABLE = (
+    OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, SafetensorError,
+)  # fmt: skip
+"""What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
+
+DIGITS = re.compile(r"\d+")
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    device: torch.device | str | None = None,
+    device_map: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a model for inference from safetensors.
+
+    Args:
+        name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
+        dtype: "auto" is the checkpoint's own dtype.
+        device: where to put it; None leaves it on the CPU.
+        device_map: "auto" spreads the layers over all GPUs through accelerate.
+        revision: commit, branch or tag on the hub.
+        trust_remote_code: run the modelling code of the repository. Off unless asked for.
+
+    Raises:
+        ModelError: the model is missing, gated, damaged, or without (all of its) safetensors weights, or its class is
+            not known.
+    """
+    path, options = whence(name, revision)
+    try:
+        config, cls = config_and_class(path, options, trust_remote_code)
+        model, found = cls.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, output_loading_info=True,
+            **options,
+        )  # fmt: skip
+    except UNLOADABLE as error:
+        raise explained(str(name), error) from error
+    _check_complete(str(name), model, found)
+    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if type(config).model_type.startswith(PREFIX) and cls is not TwinLMHeadModel:
+        saved_elsewhere(model)
+    if str(name) in EMBEDDED:
+        model.name_or_path = str(name)
+    if str(name) in EMBEDDED and dtype == "auto":
+        model.float()  # stored in half precision to stay small, meant to compute in float32
+    if device is None or device_map is not None:
+        return model
+    try:
+        return model.to(device)  # pyright: ignore
+    except (RuntimeError, AssertionError) as error:
+        if out_of_memory(error):
+            raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
+        raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Refuse weights that the checkpoint lacks, which are random; warn of layers that the configuration leaves out."""
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint of {name} has not all of its model: {missing[0]} and {len(missing) - 1} others are "
+            "missing, and would be random; get it again, or correct what its config.json says of layers and classes"
+        )
+    known = {DIGITS.sub("0", key) for key in model.state_dict()}
+    if unused := sorted(key for key in found["unexpected_keys"] if DIGITS.sub("0", key) in known):
+        warnings.warn(
+            f"{name} has weights of more layers than its config.json tells of, which are left out: {unused[0]} and "
+            f"{len(unused) - 1} others", stacklevel=3,
+        )  # fmt: skip
+
+
+def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The path or hub id that a model is loaded from, and its revision as an option: table 1's are pinned.
+
+    Raises:
+        ModelError: a revision of what is on this machine, or something else than a name.
+    """
+    if not isinstance(name, (str, Path)):
+        raise ModelError(f"a model is loaded by its hub id or directory, received {name!r}")
+    path = str(EMBEDDED.get(str(name), name))
+    if revision and Path(path).is_dir():
+        raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")
+    revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
+    return path, {"revision": revision} if revision else {}
+
+
+def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
+    """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
+    raw, _ = PretrainedConfig.get_config_dict(path, **options)
+    if raw.get("model_type") == TwinConfig.model_type:
+        raw = {k: v for k, v in raw.items() if k not in ("model_type", "_commit_hash")}  # said by class and path
+        return TwinConfig.from_dict(raw), TwinLMHeadModel  # not registered: loading must not change transformers
+    if str(raw.get("model_type", "")).startswith(PREFIX) and "normgeo" in raw:
+        return _converted(raw)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
+    if "auto_map" in raw and trust:
+        options["trust_remote_code"] = True
+        causal = "AutoModelForCausalLM" in raw["auto_map"]
+        return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    names = config.architectures or []
+    return config, next((c for n in names if (c := getattr(transformers, n, None))), transformers.AutoModel)
+
+
+def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
+    """The class of a converted model, built here instead of by the code in its checkpoint."""
+    kind = raw.pop("model_type").removeprefix(PREFIX)
+    native = type(transformers.AutoConfig.for_model(kind))
+    model = converted_class(getattr(transformers, raw["architectures"][0]), native)
+    return model.config_class.from_dict(raw), model  # pyright: ignore
+
+
+def saved_elsewhere(model: nn.Module) -> None:
+    """Let neither a converted model nor a part of it be saved by transformers, which leaves out what its code does."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.save_pretrained = _refuse_saving  # pyright: ignore
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    """The `save_pretrained` of converted models.
+
+    Raises:
+        ConversionError: always; it says what to call.
+    """
+    raise ConversionError(
+        "save_pretrained would write a converted model as the native one: call normgeo.conversion.checkpoint.save("
+        "conversion, folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of "
+        "transformers; "
+        "to train one, convert(..., trainable=True), which saves as the model that it trains as"
+    )
+
+
+def explained(name: str, error: Exception) -> ModelError:
+    """What is wrong with a model's name, in one line, from what loading it raised."""
+    text = " ".join(str(error).split())
+    low, path = text.lower(), Path(name)
+    if path.is_file():
+        hint, text = "it is a file, and a model is a directory or a hub id", ""
+    elif path.is_dir() and not (path / "config.json").exists():
+        hint, text = "the directory has no config.json", ""
+    elif not path.exists() and not _hub_id(name):
+        hint, text = "there is no such directory", ""
+    elif "gated" in low or "401" in low or "403" in low:
+        hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
+    elif "trust_remote_code" in low:
+        hint = "it brings its own code, which is run only with --trust-remote-code"
+    elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
+        hint = "it has no safetensors weights; pickled weights are not read: convert them first"
+    elif isinstance(error, SafetensorError):
+        hint = "a file of its weights is damaged, or was not downloaded whole"
+    elif "connect" in low or "offline" in low or "not a valid model identifier" in low:
+        hint = "there is no such local directory, and the hub does not have it or cannot be reached"
+    else:
+        hint = type(error).__name__
+    return ModelError(f"cannot load the model {name!r}: {hint}" + (f" ({text[:300]})" if text else ""))
+
+
+def _hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
+    """The tokenizer that goes with a model; None where there is none, or it needs what is not installed."""
+    path, options = whence(name, revision)
+    own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
+    auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except ImportError as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
+        return None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # what a missing tokenizer raises, by kind
+        return None
+    if tokenizer is None:
+        return None
+    # where a checkpoint has no vocabulary transformers makes one up, of special tokens alone
+    made_up = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return tokenizer if tokenizer.vocab_size > len(made_up) else None
+
+
+def load_processors(folder: Path, *, trust_remote_code: bool = False) -> list[Any]:
+    """What makes inputs of images, sound or video for the model in a directory.
+
+    Saved again they name their classes, which the type of a converted model would not tell.
+    """
+    if not any((folder / name).is_file() for name in PROCESSORS):
+        return []
+    found = []
+    for name in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoVideoProcessor"):
+        try:
+            made = getattr(transformers, name).from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception:  # it has none of this kind, or a library is missing: what is stored of it is copied
+            continue
+        if not isinstance(made, transformers.PreTrainedTokenizerBase):
+            found.append(made)
+    return found
