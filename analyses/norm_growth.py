@@ -15,7 +15,7 @@ from normgeo import figures
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
-    """Mean norms of the inputs of every norm."""
+    """Mean norms of the inputs of every norm; drawn are those of the residual stream."""
     frame = _source.table(run, n_tokens).frame
     keep = (frame.phase == "pre") & (frame.direction == "uniform")
     columns = ["model", "site", "layer", "role", "kind", "stack", "phase", "direction", "mean_norm", "n_tokens"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
     from normgeo.sites import NormSite, find_sites
     from normgeo.store.reader import HiddenStateStore
+    from normgeo.stream import Sink, observe
     from normgeo.tokens import TokenStream, load_tokens
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "NormSite",
     "RMSNorm",
     "ScalarStore",
+    "Sink",
     "TokenStream",
     "angle",
     "compare",
@@ -46,6 +48,7 @@ __all__ = [
     "load_tokenizer",
     "load_tokens",
     "measure_angles",
+    "observe",
     "optimize",
     "standardize",
     "uniform_vector",
@@ -75,6 +78,8 @@ _HOME = {
     "NormSite": "sites",
     "find_sites": "sites",
     "HiddenStateStore": "store.reader",
+    "Sink": "stream",
+    "observe": "stream",
     "TokenStream": "tokens",
     "load_tokens": "tokens",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -166,15 +166,24 @@ def _by_layer(
     return figure, panels
 
 
+def _series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """What is a line each: a role, or of several norms of one role in a layer, as of queries and of keys, each."""
+    for stack, role in _panels(part):
+        rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer", kind="stable")
+        label, place = ": ".join(_names(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
+        for number in sorted(place.unique()):
+            own = rows[place == number]
+            name = str(own.site.iloc[0]).partition("@")[0].rpartition(".")[2]
+            yield (f"{label}: {name}" if place.any() else label), own
+
+
 def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
     palette = sns.color_palette("colorblind")
     markers = "os^Dv<>pPX*h"
-    for k, (stack, role) in enumerate(_panels(part)):
-        rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer")
-        label = ": ".join(_names(stack, role, part["stack"].nunique() > 1))
+    for k, (label, rows) in enumerate(_series(part)):
         axes.plot(
             rows.layer, rows[value], marker=markers[k % 12], markersize=3, linewidth=1, color=palette[k % 10],
-            label=label, zorder=3,
+            label=plain(label), zorder=3,
         )  # fmt: skip
 
 
@@ -192,26 +201,39 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     pre = frame[frame.phase == "pre"]
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     for axes, _, part in panels:
-        null = part[part.direction == "null"].groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
-        if len(null):
-            axes.plot(null.layer, null.energy_share, color="0.5", linewidth=1, label="random directions: mean")
-            axes.plot(
-                null.layer,
-                null.energy_q95,
-                color="0.5",
-                linewidth=1,
-                linestyle=":",
-                label="random directions: 95th percentile",
-            )
+        null, several = part[part.direction == "null"], part.d.nunique() > 1
+        for k, ((_, d), rows) in enumerate(null.groupby(["stack", "d"])):  # a random direction has 1/d of the energy
+            of = rows.groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
+            width = f" of width {d}" if several else ""
+            for column, what, line in (("energy_share", "mean", "-"), ("energy_q95", "95th percentile", ":")):
+                axes.plot(
+                    of.layer, of[column], color=("0.5", "0.7", "0.3")[k % 3], linewidth=1, linestyle=line,
+                    marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
+                )  # fmt: skip
         _role_lines(axes, part[part.direction == "uniform"], "energy_share")
     _legend(figure, panels)
     return figure
 
 
+def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of norms that read the residual stream: not those of branches, of heads, or of what a branch gives.
+
+    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one.
+    """
+
+    def reads(rows: pd.DataFrame) -> pd.Series:
+        post = rows.role.str.startswith("post_")
+        pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel", "final"])
+        return ~rows.role.isin(["qk", "inner", "head"]) & ~(post if pre.any() else pre)
+
+    kept = [rows[reads(rows)] for _, rows in frame.groupby(["model", "stack"], sort=False)]
+    return pd.concat(kept).sort_index()
+
+
 @styled
 def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Mean norm of the hidden states before each norm: the residual stream's growth (*Geometry* eq. 17)."""
-    pre = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    """Mean norm of the hidden states before each norm of the residual stream: its growth (*Geometry* eq. 17)."""
+    pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
         _role_lines(axes, part, "mean_norm")

@@ -47,35 +47,46 @@ def orthogonal_component(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 
     return x - x.mean(-1, keepdim=True)
 
 
+def _of_size_one(x: Tensor) -> Tensor:
+    """Vectors of the same directions, over their largest component, in float32 or float64.
+
+    Their squares neither over- nor underflow, and equal components are 1 exactly. What is not finite becomes NaN.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    return wide / torch.where(largest == 0, 1.0, largest)
+
+
 def standardize(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     r"""LayerNorm's standardization in three steps, y = sqrt(d) x_perp / |x_perp| (*Geometry* eq. 9, algorithm 1).
 
     1. throw away the component along the uniform vector, 2. normalize what remains, 3. scale by sqrt(d).
     A vector with equal components has nothing left after step 1 and gives the zero vector, as in *Geometry*
-    section 2.
+    section 2; one with a component that is not finite gives NaN. Half precision is computed in float32.
 
     >>> standardize(torch.tensor([1.0, 2.0, 3.0]))
     tensor([-1.2247,  0.0000,  1.2247])
     """
-    y = orthogonal_component(x)
+    y = orthogonal_component(_of_size_one(x))
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    return torch.where(norm > 0, math.sqrt(x.shape[-1]) * y / norm, torch.zeros_like(y))
+    return torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm).to(x.dtype)
 
 
 def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor, "*batch"]:
-    r"""Angle between x and u in degrees, in [0, 180]; NaN for a zero vector.
+    r"""Angle between x and u in degrees, in [0, 180]; NaN for a zero vector, and for one that is not finite.
 
     Computed as atan2(|x - (x.û)û|, x.û), which equals arccos(x.û / |x|) and, unlike it, keeps full precision near 0
-    and 180 degrees.
+    and 180 degrees. Of half precision in float32, and so given.
 
     >>> angle(torch.tensor([[3.0, 3.0], [1.0, -1.0], [-2.0, -2.0]]), uniform_vector(2)).round(decimals=3)
     tensor([  0.,  90., 180.])
     """
-    unit = (u / torch.linalg.vector_norm(u)).to(x.dtype)
+    x = _of_size_one(x)
+    unit = _scaled(_of_size_one(u.double())[None])[0].to(x)
     along = x @ unit
     across = torch.linalg.vector_norm(x - along[..., None] * unit, dim=-1)
     degrees = torch.rad2deg(torch.atan2(across, along))
-    return torch.where(torch.linalg.vector_norm(x, dim=-1) > 0, degrees, torch.full_like(degrees, math.nan))
+    return torch.where((x == 0).all(-1), math.nan, degrees)
 
 
 def rotation(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example, max_context
 from normgeo.models import base_model, check_model, memory_explained, uncompiled
-from normgeo.sites import NormSite, evaluating
+from normgeo.sites import NormSite, evaluating, find_sites
 from normgeo.system.memory import memory_kept
-from normgeo.tokens import TokenBatch
+from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = [
     "Sink",
@@ -29,6 +30,7 @@ __all__ = [
     "forward",
     "hooked",
     "in_memory",
+    "observe",
     "own_errors",
     "stream",
     "vocabulary",
@@ -37,7 +39,20 @@ __all__ = [
 
 @runtime_checkable
 class Sink(Protocol):
-    """Anything that takes hidden states from the stream."""
+    """Anything that takes hidden states from the stream, which `observe` runs.
+
+    >>> from normgeo import load_model, observe
+    >>> class Largest:
+    ...     value = 0.0
+    ...     def begin(self, batch): pass
+    ...     def take(self, site, phase, hidden): self.value = max(self.value, float(hidden.abs().max()))
+    ...     def end(self): pass
+    >>> largest = Largest()
+    >>> observe(load_model("embedded-layernorm"), [[5, 6, 7, 8]], [largest])
+    4
+    >>> largest.value > 0
+    True
+    """
 
     def begin(self, batch: TokenBatch) -> None:
         """A batch is about to go through the model."""
@@ -164,7 +179,10 @@ def vocabulary(model: PreTrainedModel) -> int:
     try:
         return int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
     except (AttributeError, NotImplementedError, TypeError) as error:
-        raise ModelError(f"{type(model).__name__} has no table of token embeddings; give a model that does") from error
+        raise ModelError(
+            f"{type(model).__name__} has no table of token embeddings: its get_input_embeddings() has to return the "
+            "nn.Embedding of its tokens"
+        ) from error
 
 
 class _Counts:
@@ -253,8 +271,17 @@ def stream(
     known = vocabulary(model)
     prefix = next((n for n, m in model.named_modules() if m is runner), "")
     local = [_renamed(site, prefix) for site in sites]
+    settings = model.config.get_text_config()
+    pad = getattr(settings, "pad_token_id", None)
+    told = pad == getattr(settings, "eos_token_id", None)  # where it may end a document
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
+            if pad is not None and not told and _padded(batch, pad):
+                told = True
+                warnings.warn(
+                    f"rows begin or end with the padding token {pad}, whose hidden states count like all others; give "
+                    "contexts without padding", stacklevel=2,
+                )  # fmt: skip
             with torch.inference_mode(), in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
@@ -262,6 +289,43 @@ def stream(
                 for sink in sinks:
                     sink.end()
             yield batch
+
+
+def _padded(batch: TokenBatch, pad: int) -> bool:
+    return any(bool((end == pad).all(1).any()) for end in (batch.ids[:, :3], batch.ids[:, -3:]) if end.shape[1] == 3)
+
+
+def observe(
+    model: PreTrainedModel,
+    tokens: TokenStream | Any,
+    sinks: Sequence[Sink],
+    *,
+    sites: Sequence[NormSite] | None = None,
+    n_tokens: int | None = None,
+    batch: int = 8,
+) -> int:
+    """Give the hidden states before and after every norm to sinks: what measures, and whatever you write.
+
+    Args:
+        model: any transformers model that takes token ids.
+        tokens: a stream, or an array of token ids whose rows are sequences.
+        sinks: what takes them; see `Sink`.
+        sites: from `find_sites`; None is all of them. A sink is told of a site by its index here.
+        n_tokens: exactly so many tokens; None takes all.
+        batch: contexts that go through the model together.
+
+    Returns:
+        How many tokens there were.
+
+    Raises:
+        DataError: ids beyond the vocabulary, contexts too long for the model, too few tokens, or sites of another
+            model.
+        ModelError: what is no model of transformers, takes no tokens or has no norms.
+    """
+    source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
+    check_context(model, source.context)
+    chosen = find_sites(model) if sites is None else sites
+    return sum(done.n_tokens for done in stream(model, chosen, source.batches(n_tokens, batch), sinks))
 
 
 def _renamed(site: NormSite, prefix: str) -> NormSite:

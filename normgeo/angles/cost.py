@@ -21,6 +21,18 @@ from normgeo.tokens import TokenBatch
 __all__ = ["check_space", "cost"]
 
 
+def sized(n_bytes: int) -> str:
+    """A number of bytes, in the unit that shows it.
+
+    >>> sized(2_345_678), sized(61_000_000_000)
+    ('2.3 MB', '61.0 GB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.1f} {unit}"
+    return f"{n_bytes / 1e3:.1f} kB"
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Refuse what cannot fit.
 
@@ -30,8 +42,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise RunError(
-            f"the scalars need {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; give --keep none, "
-            "fewer --tokens or another --out"
+            f"the scalars need {sized(needed)} and {folder} has {sized(free)} free; give --keep none, fewer "
+            "--tokens or another --out"
         )
 
 
@@ -55,4 +67,4 @@ def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: 
         seconds = time.perf_counter() - began
     total = 1.1 * seconds * n_tokens / probe.n_tokens
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
-    return f"about {took}, {_memory(model) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB of disk"
+    return f"about {took}, {sized(_memory(model))} of memory, {sized(disk)} of disk"

@@ -156,6 +156,8 @@ class ScalarStore:
         return [name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
 
     def _array(self, site: str, phase: str) -> zarr.Array:
+        if phase not in PHASES:
+            raise RunError(f"no phase {phase!r}; a site has {', '.join(PHASES)}")
         try:
             about = self.root[f"sites/{site}/pre"].attrs
             kept = phase if phase in _phases(str(about["kind"])) else "pre"
@@ -179,7 +181,12 @@ class ScalarStore:
             site: key of the site.
             phase: pre, standardized or post.
             direction: uniform, random_a or random_b.
+
+        Raises:
+            RunError: there is no such site, phase or direction.
         """
+        if direction not in NAMES:
+            raise RunError(f"no direction {direction!r}; angles are kept to {', '.join(NAMES)}")
         array = self._array(site, phase)
         block, quantities = np.asarray(array[:]), list(array.attrs["quantities"])  # pyright: ignore
         valid = (block[:, 0] > 0) & np.isfinite(block.sum(1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +26,19 @@ console = Console(
 )  # fmt: skip
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"normgeo {version('normgeo')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
+def root(
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """Geometric analysis of the normalization layers of transformers."""
 
 
@@ -55,6 +68,6 @@ def resumable(command: str, where: Path | str, begun: Callable[[], bool]) -> Ite
         from normgeo.system.ranks import is_first
 
         if is_first():
-            go_on = f"; finish it with: normgeo {command} --resume {where}" if begun() else ""
+            go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}" if begun() else ""
             console.print(f"interrupted{go_on}")
         raise typer.Exit(130) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 
@@ -19,6 +20,8 @@ def main() -> None:
     """Run the command line: an error that normgeo raises on purpose, or the system, is one line, and the status 1."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `quiet`: libraries that are being loaded do not bear it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # in a terminal that is not UTF-8 results are worth more than lines
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:

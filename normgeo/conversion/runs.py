@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.checkpoint import native_class, save
 from normgeo.conversion.convert import Conversion, convert, decompress
+from normgeo.conversion.probing import tied
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
@@ -126,6 +127,9 @@ def convert_checkpoint(
     conversion = convert(
         model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs, certify_on=batches
     )  # fmt: skip
+    if len(tied(conversion.model)) < len(tied(model)):
+        before, after = (sum(p.numel() for p in m.parameters()) for m in (model, conversion.model))
+        announce(f"the head is no longer tied to the embedding: {after:,} parameters; --keep-tie keeps {before:,}")
     return conversion, save(conversion, out, beside=folder, extras=extras)
 
 

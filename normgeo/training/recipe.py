@@ -107,7 +107,7 @@ def described(recipe: Recipe) -> dict[str, Any]:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up to `recipe.lr`, then cosine decay to a tenth of it at the last step."""
+    """Linear warm-up to `recipe.lr`, then cosine decay to a tenth of it, which the step after the last would have."""
     if step < recipe.warmup:
         return recipe.lr * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
