@@ -341,3 +341,22 @@ def test_a_model_that_token_ids_alone_do_not_run_is_named():
     blip = tiny_architecture(next(a for a in architectures() if a.model_type == "blip"))
     with pytest.raises(ModelError, match=r"Blip\w+ failed on token ids alone: "):
         measure_angles(blip, np.full((2, 5), 7), null=2, progress=False)
+
+
+def test_tables_of_one_name_are_not_put_together(tiny, ids):
+    one, two = (measured(tiny(name), ids) for name in ("gpt2", "llama"))
+    with pytest.raises(DataError, match="two tables are of a model called 'm'; measure with name="):
+        AngleTable.concatenated([one, two])
+
+
+def test_a_table_says_what_it_is_and_is_saved_where_it_is_told(tiny, ids, tmp_path):
+    table = measured(tiny("gpt2"), ids)
+    short = table.summary().set_index("role")
+    pre = table.frame[(table.frame.phase == "pre") & (table.frame.direction == "uniform")]
+    for role, rows in pre.groupby("role"):
+        assert short.loc[role, "before_deg"] == pytest.approx(rows.mean_deg.mean())
+        assert short.loc[role, "sites"] == len(rows)
+    for text in (repr(table), table._repr_html_()):
+        assert "layernorm" in text
+    table.save(str(tmp_path / "new" / "folder"))
+    assert AngleTable.load(tmp_path / "new" / "folder").frame.equals(table.frame)

@@ -1,8 +1,12 @@
 """The command line: one clear line for each thing a user can get wrong, and what goes right."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -282,3 +286,34 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
     status, out, err = normgeo("verify", "o")
     assert status == 1
     assert "bytes instead of" in out
+
+
+def test_an_interrupt_while_libraries_are_loaded_ends_without_a_word():
+    """These cannot be interrupted halfway; nothing is begun yet."""
+    code = (
+        "import os, signal, sys, normgeo.cli.main as m; sys.argv = ['normgeo', 'models']\n"
+        "class Loading:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'normgeo.models': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Loading()); m.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_results_are_printed_where_the_terminal_has_no_such_characters():
+    done = subprocess.run(
+        [sys.executable, "-m", "normgeo", "angles", "--tokens", "64", "--null", "4"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
+    assert "embedded-layernorm" in done.stdout
+
+
+def test_the_directory_to_resume_can_be_pasted(normgeo, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("normgeo.angles.runs._measure", interrupted)
+    _, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "my run")
+    assert "--resume 'my run'" in out

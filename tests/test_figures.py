@@ -3,7 +3,7 @@ import pytest
 import zoo
 
 from analyses import _axes
-from normgeo import compare, figures
+from normgeo import compare, figures, find_sites
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
 
@@ -157,3 +157,28 @@ def test_one_layer_has_one_tick(ids):
     figure, grid = _axes.grid(1, ["a model"])
     grid[0, 0].plot([3], [90], "o")
     assert layer_ticks(figure) == {3}
+
+
+def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):
+    """A random direction has 1/d of the energy, on heads more than on the residual stream."""
+    model = zoo.tiny("qwen3")
+    table = measure_angles(model, ids, sites=find_sites(model, qk=True), null=16, progress=False)
+    lines = {line.get_label(): line for axes in table.plot("energy").axes for line in axes.lines}
+    null = table.frame[(table.frame.direction == "null") & (table.frame.phase == "pre")]
+    assert set(null.d) == {8, 32}
+    for d, rows in null.groupby("d"):
+        drawn_at = lines[f"random directions of width {d}: mean"].get_ydata()
+        assert drawn_at == pytest.approx(rows.groupby("layer").energy_share.mean().to_numpy())
+    assert {"query/key: q_norm", "query/key: k_norm"} <= lines.keys()
+
+
+def test_growth_is_of_the_residual_stream(tables):
+    labels = lambda name: {line.get_label() for line in tables[name].plot("norms").axes[0].lines}  # noqa: E731
+    assert labels("gemma2") == {"pre-attention", "pre-MLP", "final"}
+    assert labels("bert") == {"embedding", "post-attention", "post-MLP"}
+
+
+def test_a_model_that_is_not_there_is_named(tables):
+    for kind in figures.KINDS:
+        with pytest.raises(DataError, match="no model 'gpt' in the table; there are gpt2, llama"):
+            tables["pair"].plot(kind, "gpt")

@@ -180,3 +180,43 @@ def test_null_directions_are_isotropic():
         along = null @ u
         assert along.mean().abs() < 4 / math.sqrt(d * k)
         assert d * along.square().mean() == pytest.approx(1, abs=4 * math.sqrt(2 / k))
+
+
+# --- edges: sizes, constants, half precision, what is not finite ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 2, 7, 48, 192, 1000])
+@pytest.mark.parametrize("value", [0.0, 0.1, 7.7, 1 / 3, -2.0, 1e30, 1e-30])
+def test_nothing_is_left_of_equal_components(value, d, dtype):
+    """Their mean is rounded, and what that leaves must not be scaled to sqrt(d)."""
+    assert (standardize(torch.full((d,), value, dtype=dtype)) == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e20, 1e37, 1e-25, 1e-37])
+def test_no_size_of_a_vector_changes_its_direction(size):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    u = uniform_vector(64)
+    wanted = angle(x.double(), u)
+    for v in (u, u * size):
+        torch.testing.assert_close(angle(x * size, v).double(), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(standardize(x * size).double(), standardize(x.double()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator).to(dtype)
+    torch.testing.assert_close(
+        angle(x, uniform_vector(64)).double(), angle(x.double(), uniform_vector(64)), rtol=0, atol=2e-5
+    )
+    assert float(angle(torch.full((4096,), 2000.0, dtype=dtype), uniform_vector(4096))) == 0
+    assert standardize(x).dtype == dtype
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(wrong):
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 3] = wrong
+    assert standardize(x).isfinite().all(-1).tolist() == [False, True]
+    assert angle(x, uniform_vector(16)).isfinite().tolist() == [False, True]

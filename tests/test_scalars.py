@@ -7,6 +7,7 @@ from test_statistics import EPS, near, noise
 
 from normgeo.angles.scalars import ScalarStore, ScalarWriter, bytes_needed
 from normgeo.angles.statistics import PHASES, UNIT, AngleStatistics
+from normgeo.errors import RunError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
@@ -62,3 +63,14 @@ def test_the_bytes_are_those_that_were_said(kept):
     arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]
     assert sum(a.nbytes for a in arrays) == bytes_needed(sites, N, BLOCK)
     assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
+
+
+@pytest.mark.parametrize(("phase", "direction"), [("before", "uniform"), ("Post", "uniform"), ("pre", "norm"),
+                                                  ("pre", "random-a"), ("post", "null")])  # fmt: skip
+def test_names_that_are_none_are_refused(kept, phase, direction):
+    sites, _, store = kept
+    with pytest.raises(RunError, match="no phase" if direction == "uniform" else "no direction"):
+        store.angles(sites[0].key, phase, direction)
+    if direction == "uniform":
+        with pytest.raises(RunError, match="a site has pre, standardized, post"):
+            store.norms(sites[0].key, phase)

@@ -10,7 +10,7 @@ from normgeo import convert, decompress, find_gauge
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
-from normgeo.stream import check_context, hooked, stream
+from normgeo.stream import check_context, hooked, observe, stream
 from normgeo.tokens import TokenStream
 
 
@@ -258,3 +258,43 @@ def test_a_compiled_model_is_looked_at_as_it_is_written():
     tables = [measure_angles(model, ids, null=4, progress=False).frame for model in (plain, compiled)]
     pd.testing.assert_frame_equal(*tables)
     assert convert(compiled).certificate.passed
+
+
+# --- observe: a sink of one's own -------------------------------------------------------------------------------------
+
+
+def test_a_sink_of_ones_own_sees_every_norm(tiny, ids):
+    model = tiny("gpt2")
+    sites, recorder = find_sites(model), Recorder()
+    assert observe(model, ids, [recorder], batch=3) == ids.size
+    assert recorder.ends == len(recorder.batches) == 3
+    wanted = Recorder()
+    list(stream(model, sites, batches(ids, rows=3), [wanted]))
+    assert [(s, p) for s, p, _ in recorder.seen] == [(s, p) for s, p, _ in wanted.seen]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(recorder.seen, wanted.seen, strict=True))
+    recorder = Recorder()
+    assert observe(model, ids, [recorder], sites=sites[2:3], n_tokens=20) == 20
+    assert {site for site, _, _ in recorder.seen} == {0}
+    assert hooks(model) == 0
+
+
+def test_a_sink_is_not_tried_on_what_is_no_text(tiny, ids):
+    with pytest.raises(ModelError, match="takes pixel_values, not token ids"):
+        observe(tiny("vit"), ids, [Recorder()])
+
+
+@pytest.mark.parametrize("end", [slice(None, 3), slice(-4, None)], ids=["left", "right"])
+def test_padding_is_told(tiny, ids, end):
+    model, padded = tiny("opt"), ids.copy()
+    assert model.config.pad_token_id not in (None, model.config.eos_token_id)
+    padded[1, end] = model.config.pad_token_id
+    with pytest.warns(UserWarning, match="rows begin or end with the padding token 1") as told:
+        observe(model, np.concatenate([padded, padded]), [], batch=2)
+    assert len(told) == 1
+
+
+def test_a_token_that_ends_documents_is_no_padding(tiny, ids):
+    model, ended = tiny("gpt2"), ids.copy()
+    model.config.pad_token_id = model.config.eos_token_id = 5
+    ended[:, -4:] = 5
+    assert observe(model, ended, []) == ids.size
