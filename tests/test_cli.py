@@ -75,7 +75,7 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         (["gpt2", "--data", "ids.npy", "--seed", "-1"], "--seed must be at least 0, received -1"),
         (["gpt2", "--data", "ids.npy", "--sites", "mlp,nothing"], "no site matches 'nothing'"),
         (["gpt2", "--data", "unsigned.npy"], "integers >= 0; received shape (2, 8), dtype uint64"),
-        (["gpt_neox", "--data", "sample"], "this model has no tokenizer"),
+        (["gpt_neox", "--data", "sample"], "the model has no tokenizer"),
         (["gpt2", "--data", "ids.npy", "--keep", "all"], "--keep takes scalars or none"),
         (["gpt2", "--data", "ids.npy", "--sites", "nothing"], "no site matches 'nothing'"),
         (["gpt2", "--data", "ids.npy", "--out", "gpt2"], "exists and is no run"),

@@ -26,7 +26,7 @@ console = Console(
 )  # fmt: skip
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         console.print(f"normgeo {version('normgeo')}")
         raise typer.Exit
@@ -36,8 +36,8 @@ def _version(wanted: bool) -> None:
 def root(
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
-    ] = False,
+        bool | None, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = None,
 ) -> None:
     """Geometric analysis of the normalization layers of transformers."""
 
