@@ -192,12 +192,7 @@ class HiddenStates:
         )
 
     def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
-        """All committed vectors in order, of so many tokens at once.
-
-        Raises:
-            StoreError: a chunk is missing, truncated, or not what was committed.
-            ValueError: `n_tokens` is below 1.
-        """
+        """All committed vectors in order, of so many (1 or more) tokens at once; what raises is as for an index."""
         if n_tokens < 1:
             raise ValueError(f"a batch has at least one token, received {n_tokens}")
         return self._batches(n_tokens)
@@ -262,11 +257,8 @@ class HiddenStateStore:
         self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
 
     def __repr__(self) -> str:
-        phases = ", ".join(sorted({spec.phase for spec in self.layout.arrays if spec.site >= 0}))
-        return (
-            f"HiddenStateStore({str(self.storage)!r}: {self.n_tokens:,} of {self.layout.n_tokens:,} tokens, "
-            f"{len(self.sites)} sites, phases {phases})"
-        )
+        tokens = f"{self.n_tokens:,} of {self.layout.n_tokens:,} tokens"
+        return f"HiddenStateStore({str(self.storage)!r}: {tokens}, {len(self.sites)} sites)"
 
     @property
     def complete(self) -> bool:
