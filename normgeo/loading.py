@@ -23,7 +23,6 @@ __all__ = [
     "config_and_class",
     "explained",
     "load_model",
-    "load_processors",
     "load_tokenizer",
     "saved_elsewhere",
     "whence",
@@ -35,7 +34,6 @@ UNLOADABLE = (
 """What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
 
 DIGITS = re.compile(r"\d+")
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_model(
@@ -221,21 +219,3 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     # where a checkpoint has no vocabulary transformers makes one up, of special tokens alone
     made_up = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     return tokenizer if tokenizer.vocab_size > len(made_up) else None
-
-
-def load_processors(folder: Path, *, trust_remote_code: bool = False) -> list[Any]:
-    """What makes inputs of images, sound or video for the model in a directory.
-
-    Saved again they name their classes, which the type of a converted model would not tell.
-    """
-    if not any((folder / name).is_file() for name in PROCESSORS):
-        return []
-    found = []
-    for name in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoVideoProcessor"):
-        try:
-            made = getattr(transformers, name).from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except Exception:  # it has none of this kind, or a library is missing: what is stored of it is copied
-            continue
-        if not isinstance(made, transformers.PreTrainedTokenizerBase):
-            found.append(made)
-    return found

@@ -104,7 +104,9 @@ def test_what_prepares_a_models_inputs_comes_along(name, how, templated, tmp_pat
     result = CliRunner().invoke(app, ["convert", str(source), str(out), how])
     assert result.exit_code == 0, result.output
     prepares = "preprocessor_config.json"
-    assert (out / prepares).read_bytes() == (source / prepares).read_bytes()
+    before, after = (json.loads((folder / prepares).read_text()) for folder in (source, out))
+    assert before.items() <= after.items()
+    assert after.keys() - before.keys() <= {"processor_class"}  # else the type of the model alone would tell
     assert not (out / "pytorch_model.bin.index.json").exists()
     if name != "wav2vec2":
         assert hf.AutoTokenizer.from_pretrained(out).get_vocab() == templated.get_vocab()
@@ -147,7 +149,7 @@ def test_an_empty_directory_is_filled_and_stays_the_one_it_is(name, conversion, 
     assert (tmp_path / "linked").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "linked"]
     assert not [path for path in Path(name).iterdir() if path.name.startswith(".")]
-    assert load_model(name).config.model_type == "normgeo_gpt2"
+    assert type(load_model(name).config).model_type == "normgeo_gpt2"
 
 
 @pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])
@@ -157,7 +159,7 @@ def test_the_command_writes_where_it_runs(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), ".", how])
     assert result.exception is None, result.exception
-    assert load_model(".").config.model_type == "normgeo_gpt2"
+    assert type(load_model(".").config).model_type == "normgeo_gpt2"
     again = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), ".", how])
     assert "exists already" in str(again.exception)
 

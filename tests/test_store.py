@@ -201,7 +201,7 @@ def test_reading(store):
             states.batches(n)
     with pytest.raises(StoreError, match="id, document, position, received 'ids'"):
         found.tokens("ids")
-    with pytest.raises(StoreError, match="phases pre"):
+    with pytest.raises(StoreError, match="it follows from inputs"):
         found.open(found.sites[1].key, "post")
     with pytest.raises(StoreError, match="is no store"):
         HiddenStateStore(store / "state")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,10 +24,10 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from normgeo import converted, loading, norms
 from normgeo.conversion.certify import SINGLE, certificate_inputs
+from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
 from normgeo.conversion.probing import outputs_of, same, tied
@@ -39,10 +38,8 @@ from normgeo.errors import ConversionError
 from normgeo.sites import evaluating
 from normgeo.system.files import whole_directory
 
-__all__ = ["auto_map", "check_read", "copy_beside", "describe", "native_class", "save", "write_config"]
+__all__ = ["auto_map", "check_read", "describe", "native_class", "save", "write_config"]
 
-OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
-WRITTEN = {"config.json", "conversion.json"}
 READ_HALF = 3e-2
 """How far outputs in half precision may be from those of the checkpoint read again, whose constants were not cast."""
 
@@ -95,7 +92,7 @@ def save(
     native = native_model(conversion)
     with whole_directory(Path(out)) as folder:
         if beside is not None:
-            copy_beside(beside, folder)
+            copy_companions(beside, folder, native_class(type(model.config)).model_type)  # pyright: ignore
         if native is not None:
             native.save_pretrained(folder, max_shard_size=shard)
         else:
@@ -119,17 +116,6 @@ def _stored(model: PreTrainedModel) -> dict[str, Any]:
         for name in others:
             state.pop(name, None)
     return state
-
-
-def copy_beside(source: Path, folder: Path) -> None:
-    """Copy what goes with a model without being part of it: tokenizer, processors of images and sound, generation."""
-    templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
-    for path in [*source.iterdir(), *templates.glob("*.jinja")]:
-        model = path.suffix in OF_MODELS or path.name in WRITTEN or path.name.endswith(".index.json")
-        if path.is_file() and not model:
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
 
 
 def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
-from normgeo.loading import explained, load_model, load_processors, load_tokenizer, whence
+from normgeo.loading import explained, load_model, load_tokenizer, whence
 from normgeo.models import pick_dtype, usable_device
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.files import whole_directory
@@ -109,7 +109,6 @@ def convert_checkpoint(
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     tokenizer = load_tokenizer(name, **where)
     extras = [] if tokenizer is None else [tokenizer]
-    extras += load_processors(folder, trust_remote_code=trust_remote_code)
     if to == "rmsnorm" and is_compressed(model):
         given = data is not None or n_tokens != TOKENS or context is not None
         if given or keep_tie or fold_affine or padded or outputs:

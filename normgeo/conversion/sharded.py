@@ -21,14 +21,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from normgeo.conversion.centering import center_writers
-from normgeo.conversion.checkpoint import check_read, copy_beside, describe, write_config
+from normgeo.conversion.checkpoint import check_read, describe, write_config
+from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
-from normgeo.loading import UNLOADABLE, config_and_class, explained, load_processors, load_tokenizer
+from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer
 from normgeo.system.files import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
@@ -129,11 +130,10 @@ def convert_sharded(
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion.model, _few_layers(conversion.model, written, to))
         write_config(conversion, final, cls, recipe, folder)
-        copy_beside(source, folder)
+        copy_companions(source, folder, config.model_type)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        processors = load_processors(source, trust_remote_code=trust_remote_code)
-        for extra in processors if tokenizer is None else [tokenizer, *processors]:
-            extra.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
         _check_loads(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": to.depth}, indent=2))
     return done

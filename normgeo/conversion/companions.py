@@ -1,0 +1,66 @@
+"""What goes with a model without being part of it: tokenizer, processors of images and sound, generation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
+
+__all__ = ["copy_companions"]
+
+OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
+WRITTEN = {"config.json", "conversion.json"}
+PREPROCESSOR = "preprocessor_config.json"
+IMAGES: dict[str, Any] = dict(IMAGE_PROCESSOR_MAPPING_NAMES)
+SOUNDS: dict[str, Any] = dict(FEATURE_EXTRACTOR_MAPPING_NAMES)
+ALL: dict[str, Any] = dict(PROCESSOR_MAPPING_NAMES)
+
+
+def copy_companions(source: Path, folder: Path, model_type: str) -> None:
+    """Copy all but the model itself, with the names of classes that transformers finds by the type of the model alone.
+
+    Args:
+        source: the original's checkpoint.
+        folder: where to.
+        model_type: the original's.
+    """
+    templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
+    for path in [*source.iterdir(), *templates.glob("*.jinja")]:
+        model = path.suffix in OF_MODELS or path.name in WRITTEN or path.name.endswith(".index.json")
+        if path.is_file() and not model:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target)
+    if (folder / PREPROCESSOR).is_file():
+        _name_classes(folder, model_type)
+
+
+def _name_classes(folder: Path, model_type: str) -> None:
+    """Older checkpoints name no classes: of a converted model, whose type is another, nothing else would tell."""
+    about = _read(folder / PREPROCESSOR)
+    known = about.keys()
+    if not known & {"image_processor_type", "feature_extractor_type"}:
+        names = IMAGES.get(model_type)
+        image = names.get("torchvision") or names.get("pil") if isinstance(names, dict) else names
+        sound = SOUNDS.get(model_type)
+        found = {"image_processor_type": image, "feature_extractor_type": sound}
+        about = about | {key: name for key, name in found.items() if name}
+    others = ("processor_config.json", "tokenizer_config.json")
+    if not any("processor_class" in _read(folder / name) for name in (PREPROCESSOR, *others)):
+        processor = ALL.get(model_type)
+        about = about | ({"processor_class": processor} if processor else {})
+    if about.keys() != known:
+        (folder / PREPROCESSOR).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # it is not there, or damaged as it was
+        return {}
