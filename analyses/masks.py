@@ -19,7 +19,7 @@ from analyses import _axes, _source
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
-from normgeo.errors import DataError
+from normgeo.errors import DataError, RunError
 from normgeo.geometry import NAMES
 
 Mask = Callable[[ScalarStore], np.ndarray]
@@ -45,6 +45,8 @@ def compute(
         if run is None:
             run = Path(folder) / "run"
             start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
+        if not (run / "scalars.zarr").is_dir():
+            raise RunError(f"{run} kept no scalars; measure again with --keep scalars")
         return pd.DataFrame(_rows(run, masks or MASKS))
 
 

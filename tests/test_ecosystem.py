@@ -13,7 +13,7 @@ from normgeo import convert, load_model, optimize
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.conversion.sharded import convert_sharded
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.examples import example_inputs
 
 IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -209,3 +209,31 @@ def test_processors_that_are_found_by_the_type_of_the_model(by_shard, tmp_path):
     wanted = type(hf.AutoImageProcessor.from_pretrained(tmp_path / "in"))
     convert_checkpoint(str(tmp_path / "in"), tmp_path / "out", by_shard=by_shard)
     assert type(hf.AutoImageProcessor.from_pretrained(tmp_path / "out")) is wanted
+
+
+# --- what cannot be converted or optimized, said before the work ------------------------------------------------------
+
+
+class _Packed(torch.Tensor):
+    """As the weights of libraries that quantize."""
+
+
+def test_weights_that_are_no_plain_numbers_are_refused():
+    model = tiny("gpt2")
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone().as_subclass(_Packed))
+    with pytest.raises(ConversionError, match=r"lm_head\.weight is of _Packed; convert it before that"):
+        convert(model)
+
+
+def test_offloaded_models_are_not_optimized():
+    model = convert(tiny("gpt2")).model
+    model.transformer.h[1].mlp.to("meta")
+    with pytest.raises(ConversionError, match="optimize takes a model on its devices"):
+        optimize(model)
+
+
+@pytest.mark.parametrize(("to", "options"), [("rmsnorm", {"padded": True}), ("crmsnorm", {"keep_tie": True})])
+def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(to, options, tmp_path):
+    with pytest.raises(ConversionError, match=r"goes with|cannot keep its head tied"):
+        convert_checkpoint("no/such-model", tmp_path / "out", to=to, **options)

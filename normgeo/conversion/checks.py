@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import ConversionError
 from normgeo.models import check_model
 
-__all__ = ["check_convertible", "check_inputs"]
+__all__ = ["check_convertible", "check_inputs", "check_options"]
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -20,16 +20,14 @@ REMEDY = {
 }
 
 
-def check_convertible(
-    model: PreTrainedModel, to: str, *, keep_tie: bool, padded: bool, trainable: bool, fold_affine: bool
+def check_options(
+    to: str, *, keep_tie: bool = False, padded: bool = False, trainable: bool = False, fold_affine: bool = False
 ) -> None:
-    """Refuse options that do not go together, and models whose weights are not plain numbers.
+    """Refuse options that do not go together.
 
     Raises:
-        ConversionError: what is wrong, and what to do.
-        ModelError: it is no model of transformers.
+        ConversionError: which, and what to do.
     """
-    check_model(model)
     if to not in ("rmsnorm", "crmsnorm", "naive-rmsnorm"):
         raise ConversionError(f"convert to rmsnorm, crmsnorm or naive-rmsnorm, not {to!r}")
     if keep_tie and to == "crmsnorm":
@@ -42,6 +40,16 @@ def check_convertible(
         raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
     if trainable and (keep_tie or fold_affine):
         raise ConversionError("trainable=True keeps every weight as it is: leave out keep_tie and fold_affine")
+
+
+def check_convertible(model: PreTrainedModel) -> None:
+    """Refuse models whose weights are not plain numbers.
+
+    Raises:
+        ConversionError: what is wrong, and what to do.
+        ModelError: it is no model of transformers.
+    """
+    check_model(model)
     name = type(model).__name__
     if torch.is_inference_mode_enabled():
         raise ConversionError(
@@ -61,6 +69,9 @@ def check_convertible(
             raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConversionError(f"{name} has packed weights: {parameter_name} is {parameter.dtype}; load it unpacked")
+        if type(parameter.data) is not Tensor:  # as a library's that quantizes
+            kind = type(parameter.data).__name__
+            raise ConversionError(f"{name} has no plain weights: {parameter_name} is of {kind}; convert it before that")
 
 
 def check_inputs(batches: Sequence[Any]) -> None:

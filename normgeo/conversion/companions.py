@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto import feature_extraction_auto, image_processing_auto, processing_auto
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 __all__ = ["copy_companions"]
@@ -17,9 +15,6 @@ __all__ = ["copy_companions"]
 OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
 WRITTEN = {"config.json", "conversion.json"}
 PREPROCESSOR = "preprocessor_config.json"
-IMAGES: dict[str, Any] = dict(IMAGE_PROCESSOR_MAPPING_NAMES)
-SOUNDS: dict[str, Any] = dict(FEATURE_EXTRACTOR_MAPPING_NAMES)
-ALL: dict[str, Any] = dict(PROCESSOR_MAPPING_NAMES)
 
 
 def copy_companions(source: Path, folder: Path, model_type: str) -> None:
@@ -46,14 +41,14 @@ def _name_classes(folder: Path, model_type: str) -> None:
     about = _read(folder / PREPROCESSOR)
     known = about.keys()
     if not known & {"image_processor_type", "feature_extractor_type"}:
-        names = IMAGES.get(model_type)
+        names = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"].get(model_type)
         image = names.get("torchvision") or names.get("pil") if isinstance(names, dict) else names
-        sound = SOUNDS.get(model_type)
+        sound = vars(feature_extraction_auto)["FEATURE_EXTRACTOR_MAPPING_NAMES"].get(model_type)
         found = {"image_processor_type": image, "feature_extractor_type": sound}
         about = about | {key: name for key, name in found.items() if name}
     others = ("processor_config.json", "tokenizer_config.json")
     if not any("processor_class" in _read(folder / name) for name in (PREPROCESSOR, *others)):
-        processor = ALL.get(model_type)
+        processor = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(model_type)
         about = about | ({"processor_class": processor} if processor else {})
     if about.keys() != known:
         (folder / PREPROCESSOR).write_text(json.dumps(about, indent=2) + "\n")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
-from normgeo.conversion.checks import check_convertible, check_inputs
+from normgeo.conversion.checks import check_convertible, check_inputs, check_options
 from normgeo.conversion.compression import compress, expand, fold
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import INVISIBLE, Place, float64_copy, looking_at, outputs_of, same, tied, untie
@@ -110,7 +110,8 @@ def convert(
     >>> len(conversion.replaced), conversion.recentered, conversion.certificate.passed
     (13, (), True)
     """
-    check_convertible(model, to, keep_tie=keep_tie, padded=padded, trainable=trainable, fold_affine=fold_affine)
+    check_options(to, keep_tie=keep_tie, padded=padded, trainable=trainable, fold_affine=fold_affine)
+    check_convertible(model)
     check_inputs([*([] if inputs is None else [inputs]), *certify_on])
     with looking_at(outputs):
         inputs = reaching_inputs(model) if inputs is None else inputs

@@ -280,6 +280,8 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
         raise ConversionError(_unconverted(model, inputs))
     if any("normgeo_stream" in m.__dict__ for m in norms.values()):
         return model
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConversionError("some weights are on the disk or wait on the CPU: optimize takes a model on its devices")
     inputs = example_inputs(model) if inputs is None else inputs
     blocks = [block for _, block in _blocks(model, norms)]
     # all that gives hidden states which the mode overwrites

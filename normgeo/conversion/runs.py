@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.conversion.checkpoint import native_class, save
+from normgeo.conversion.checks import check_options
 from normgeo.conversion.convert import Conversion, convert, decompress
 from normgeo.conversion.probing import tied
 from normgeo.conversion.sharded import convert_sharded
@@ -83,6 +84,7 @@ def convert_checkpoint(
     """
     if to not in ("rmsnorm", "crmsnorm"):
         raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
+    check_options(to, keep_tie=keep_tie, padded=padded, fold_affine=fold_affine)
     if (Path(name) / "adapter_config.json").is_file():
         raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
     with whole_directory(out, keep=False):
