@@ -110,7 +110,7 @@ def test_any_mask(run):
 
 def test_masks_need_scalars(run, tmp_path):
     AngleTable.load(run).save(tmp_path)
-    with pytest.raises(RunError, match=r"scalars\.zarr"):
+    with pytest.raises(RunError, match=r"kept no scalars"):
         module("masks").compute(tmp_path)
 
 
