@@ -13,8 +13,6 @@ import pandas as pd
 from analyses import _axes, _source
 from normgeo import figures
 
-SINGLE = ("embedding", "final", "head")
-
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
     """The angles to the named directions and the null ensemble, before and after every norm."""
@@ -27,7 +25,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     models = list(frame.model.unique())
     if len(models) == 1:
         return figures.draw(frame, "angles", models[0])
-    inner = frame[~frame.role.isin(SINGLE)]
+    inner = frame[~frame.role.isin(figures.SINGLE)]
     first = inner.groupby(["model", "stack", "layer"]).site.transform("first")
     inner = inner[inner.site == first]
     figure, grid = _axes.grid(2, models)

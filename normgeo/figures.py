@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,6 +30,9 @@ COLORS = dict(zip(("uniform", "random_a", "random_b"), sns.color_palette("colorb
 MARKERS = {"uniform": "o", "random_a": "s", "random_b": "^"}
 LABELS = {"uniform": "uniform vector", "random_a": "random vector a", "random_b": "random vector b"}
 PHASE_LABELS = {"pre": "before the norm", "standardized": "standardized", "post": "after the norm"}
+SINGLE = ("embedding", "final", "head")
+"""Roles of norms that no layer has."""
+
 ROLE_LABELS = {
     "attention": "pre-attention", "mlp": "pre-MLP", "parallel": "pre-attention and MLP", "final": "final",
     "embedding": "embedding", "cross_attention": "pre-cross-attention", "post_attention": "post-attention",
@@ -59,17 +62,16 @@ def plain(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def legend(figure: matplotlib.figure.Figure, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
-    """One legend below all axes, with fewer columns where the labels are too long for so many.
-
-    Args:
-        figure: of the width of a text.
-        handles: what is drawn.
-        labels: what it is called, as `plain` has it.
-        columns: at most.
-    """
+def legend(figure: matplotlib.figure.Figure, columns: int = 4) -> None:
+    """One legend below all axes of what is in any of them, with fewer columns where labels are too long for so many."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
     for ncols in range(columns, 0, -1):
-        made = figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, borderpad=0)
+        made = figure.legend(
+            list(entries.values()), list(entries), loc="outside lower center", ncols=ncols, frameon=False, borderpad=0
+        )
         if ncols == 1 or made.get_window_extent().width <= figure.bbox.width:
             return
         made.remove()
@@ -78,7 +80,7 @@ def legend(figure: matplotlib.figure.Figure, handles: Sequence[Any], labels: Seq
 def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
     """(stack, role) in the order of the model, single points last."""
     keys = part[["stack", "role"]].drop_duplicates().itertuples(index=False, name=None)
-    return sorted(keys, key=lambda k: k[1] in ("embedding", "final", "head"))
+    return sorted(keys, key=lambda k: k[1] in SINGLE)
 
 
 def _names(stack: str, role: str, several: bool) -> list[str]:
@@ -115,8 +117,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
                 axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
             if here.layer.nunique() == 1:
                 axes.set_xticks([here.layer.iloc[0]])
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    legend(figure, handles, labels, columns=5)
+    legend(figure, columns=5)
     figure.suptitle(f"{plain(model)}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 
@@ -187,14 +188,6 @@ def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
         )  # fmt: skip
 
 
-def _legend(figure: matplotlib.figure.Figure, panels: list) -> None:
-    entries: dict[str, object] = {}
-    for axes, _, _ in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    legend(figure, list(entries.values()), list(entries), columns=4)
-
-
 @styled
 def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
@@ -211,7 +204,7 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
                 )  # fmt: skip
         _role_lines(axes, part[part.direction == "uniform"], "energy_share")
-    _legend(figure, panels)
+    legend(figure)
     return figure
 
 
@@ -237,7 +230,7 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
         _role_lines(axes, part, "mean_norm")
-    _legend(figure, panels)
+    legend(figure)
     return figure
 
 
@@ -248,7 +241,7 @@ def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
         _role_lines(axes, part, "rotation_deg")
-    _legend(figure, panels)
+    legend(figure)
     return figure
 
 

@@ -32,8 +32,8 @@ __all__ = [
     "memory_explained",
     "out_of_memory",
     "pick_dtype",
+    "shared_copy",
     "tokenizer_digest",
-    "twin",
     "uncompiled",
     "usable_device",
     "weights_digest",
@@ -152,7 +152,7 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:
     return DTYPES.get(name or ("float32" if device == "cpu" else "auto"), "auto")
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in modules of their own: hooks on one are not on the other."""
     shared = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

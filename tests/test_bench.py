@@ -48,7 +48,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_variants_share_weights_and_nothing_else():
     model = tiny("gpt2")
-    twin = models.twin(model)
+    twin = models.shared_copy(model)
     assert all(a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert {id(m) for m in model.modules()}.isdisjoint(id(m) for m in twin.modules())
     twin.transformer.h[0].register_forward_hook(lambda *_: None)

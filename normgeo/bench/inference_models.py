@@ -30,7 +30,7 @@ from normgeo.converted import put
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.loading import load_model
-from normgeo.models import twin
+from normgeo.models import shared_copy
 from normgeo.norms import RMSNorm
 from normgeo.sites import NormSite, find_sites
 
@@ -217,7 +217,7 @@ class Variant:
     Attributes:
         base: whose weights it runs: `original`, or a conversion.
         words: what it is.
-        make: changes a twin of the base in place; None where it is the base itself.
+        make: changes a shared_copy of the base in place; None where it is the base itself.
         equal: whether its outputs are the original's.
         layernorm: whether only models with LayerNorm have it.
     """
@@ -279,7 +279,7 @@ def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequen
     is_layernorm = sites[0].kind == "layernorm"
     wanted = {VARIANTS[name].base for name in variants} - {"original"}
     if not is_layernorm:
-        return {"original": original} | {name: _with_own_norms(twin(original), sites) for name in wanted}
+        return {"original": original} | {name: _with_own_norms(shared_copy(original), sites) for name in wanted}
     gauge = None
     if wanted:
         try:
@@ -295,5 +295,5 @@ def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequen
 def derived(name: str, models: Bases, sites: Sequence[NormSite]) -> PreTrainedModel:
     """A variant in modules of its own around the weights of its base."""
     variant = VARIANTS[name]
-    model = twin(models[variant.base])
+    model = shared_copy(models[variant.base])
     return variant.make(model, sites) if variant.make else model

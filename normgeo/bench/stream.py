@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from normgeo.angles.measure import measure_angles, new_statistics
 from normgeo.errors import DataError, NormGeoError
 from normgeo.loading import load_model, load_tokenizer
-from normgeo.models import base_model, twin
+from normgeo.models import base_model, shared_copy
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, forward, stream
 from normgeo.system.memory import memory_kept
@@ -169,13 +169,13 @@ def _variants(
         return run
 
     return {
-        "base": plain(base_model(twin(model))),
-        "full": plain(twin(model)),
-        "output_hidden_states": hidden_states(base_model(twin(model))),
-        "cosine_hooks": watched(twin(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
-        "clone_hooks": watched(twin(model), torch.clone),
-        "statistics": measured(twin(model), 0),
-        "statistics_null": measured(twin(model), null),
+        "base": plain(base_model(shared_copy(model))),
+        "full": plain(shared_copy(model)),
+        "output_hidden_states": hidden_states(base_model(shared_copy(model))),
+        "cosine_hooks": watched(shared_copy(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
+        "clone_hooks": watched(shared_copy(model), torch.clone),
+        "statistics": measured(shared_copy(model), 0),
+        "statistics_null": measured(shared_copy(model), null),
     }
 
 

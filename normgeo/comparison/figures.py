@@ -16,11 +16,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import ROLE_LABELS, WIDTH, legend, plain, styled
+from normgeo.figures import ROLE_LABELS, SINGLE, WIDTH, legend, plain, styled
 
 __all__ = ["plot", "table"]
 
-SINGLE = ("embedding", "final", "head")
 PHASES = {"pre": "before the norm", "post": "after the norm"}
 
 
@@ -104,10 +103,9 @@ def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figur
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 5.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.6, 1])
     upper, lower = parts
-    grid = _angle_panels(upper, uniform, models)
+    _angle_panels(upper, uniform, models)
     _metric_panels(lower, metrics)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    legend(figure, handles, labels, columns=3)
+    legend(figure, columns=3)
     figure.suptitle("Angles to the uniform vector (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 

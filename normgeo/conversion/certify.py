@@ -21,8 +21,8 @@ from normgeo.sites import evaluating
 
 __all__ = ["Certificate", "certificate_inputs", "certify", "listed"]
 
-EXACT = 1e-10
-SINGLE = 1e-5
+TOLERANCE_FLOAT64 = 1e-10
+TOLERANCE_FLOAT32 = 1e-5
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def certify(
         a, r = _worst(truth, outputs_of(converted64, batch))
         absolute, relative = max(absolute, a), max(relative, r)
         own.add(batch, truth, real=number >= len(inputs))
-    tolerance = SINGLE if watch.found else EXACT
+    tolerance = TOLERANCE_FLOAT32 if watch.found else TOLERANCE_FLOAT64
     shapes = [", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in [*inputs, *real]]
     return Certificate(
         relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from normgeo import converted, loading, norms
-from normgeo.conversion.certify import SINGLE, certificate_inputs
+from normgeo.conversion.certify import TOLERANCE_FLOAT32, certificate_inputs
 from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
@@ -154,7 +154,7 @@ def check_read(model: PreTrainedModel, read: PreTrainedModel) -> None:
     Raises:
         ConversionError: their outputs differ.
     """
-    tolerance = SINGLE if model.dtype in (torch.float32, torch.float64) else READ_HALF
+    tolerance = TOLERANCE_FLOAT32 if model.dtype in (torch.float32, torch.float64) else READ_HALF
     with evaluating(model):
         pairs = [(outputs_of(model, inputs), outputs_of(read, inputs)) for inputs in certificate_inputs(model)]
     if not all(same(a, b, tolerance) for a, b in pairs):

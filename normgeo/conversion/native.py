@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from normgeo.conversion.certify import SINGLE
+from normgeo.conversion.certify import TOLERANCE_FLOAT32
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.probing import outputs_of, same
 from normgeo.examples import several_inputs
@@ -72,4 +72,6 @@ def _changed(config: Any) -> set[str]:
 
 def _equal(converted: PreTrainedModel, model: PreTrainedModel) -> bool:
     a, b = copy.deepcopy(converted).float().eval(), copy.deepcopy(model).float().eval()
-    return all(same(outputs_of(a, inputs), outputs_of(b, inputs), SINGLE) for inputs in several_inputs(converted))
+    return all(
+        same(outputs_of(a, inputs), outputs_of(b, inputs), TOLERANCE_FLOAT32) for inputs in several_inputs(converted)
+    )

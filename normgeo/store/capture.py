@@ -331,9 +331,9 @@ def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows:
     statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage), plan.layout
     exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
     mine = set(rows)
-    start = job.tokens.batch_start(min(mine) * layout.chunk, config.run.batch)
+    start = job.tokens.batch_start(layout.start(min(mine)), config.run.batch)
     batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch, start))
-    total = sum(layout.stop(row) - row * layout.chunk for row in rows)
+    total = sum(layout.stop(row) - layout.start(row) for row in rows)
     with (
         progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
         StoreWriter(storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
@@ -346,7 +346,7 @@ def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows:
 def _with_tokens_of(rows: Set[int], layout: Layout, batches: Iterable[TokenBatch]) -> Iterator[TokenBatch]:
     last = max(rows)
     for batch in batches:
-        if batch.start // layout.chunk > last:
+        if layout.row_of(batch.start) > last:
             return
         if _tokens_of(rows, layout, batch):
             yield batch
@@ -355,8 +355,8 @@ def _with_tokens_of(rows: Set[int], layout: Layout, batches: Iterable[TokenBatch
 def _tokens_of(rows: Set[int], layout: Layout, batch: TokenBatch) -> int:
     """How many of a batch's tokens are in these rows."""
     start, stop = batch.start, batch.start + batch.n_tokens
-    touched = (row for row in range(start // layout.chunk, (stop - 1) // layout.chunk + 1) if row in rows)
-    return sum(min(stop, layout.stop(row)) - max(start, row * layout.chunk) for row in touched)
+    touched = (row for row in range(layout.row_of(start), layout.row_of(stop - 1) + 1) if row in rows)
+    return sum(min(stop, layout.stop(row)) - max(start, layout.start(row)) for row in touched)
 
 
 def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
@@ -367,7 +367,7 @@ def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
     """
     rows, ids = store.committed.keys(), store.layout.arrays[0]
     for row in sorted({min(rows), max(rows)}) if rows else ():
-        start, stop = row * store.layout.chunk, store.layout.stop(row)
+        start, stop = store.layout.start(row), store.layout.stop(row)
         batches = tokens.batches(stop, 1, tokens.batch_start(start, 1))
         some = [batch for batch in batches if batch.start + batch.n_tokens > start]
         now = np.concatenate([batch.ids.ravel() for batch in some])[start - some[0].start :]

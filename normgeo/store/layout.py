@@ -134,6 +134,14 @@ class Layout:
         """Bytes of one row of chunks."""
         return sum(self.chunk * spec.token_bytes + TRAILER for spec in self.arrays)
 
+    def row_of(self, token: int) -> int:
+        """The row of chunks that a token is in."""
+        return token // self.chunk
+
+    def start(self, row: int) -> int:
+        """The first token of a row of chunks."""
+        return row * self.chunk
+
     def stop(self, row: int) -> int:
         """The token after the last of a row."""
         return min(self.n_tokens, (row + 1) * self.chunk)

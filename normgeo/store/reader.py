@@ -54,7 +54,7 @@ class ChunkReader:
 
     def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> None:
         self.store, self.spec, self._pool = store, spec, pool
-        self._row, self._given, self._expected = row, row * store.layout.chunk, row * store.layout.chunk
+        self._row, self._given, self._expected = row, store.layout.start(row), store.layout.start(row)
         self._coming: deque[Callable[[], np.ndarray]] = deque()
         self._rest = np.empty(0, np.uint8)
 
@@ -96,7 +96,7 @@ class ChunkReader:
             raise StoreError(
                 f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
             )
-        return found[: (layout.stop(row) - row * layout.chunk) * self.spec.token_bytes]
+        return found[: (layout.stop(row) - layout.start(row)) * self.spec.token_bytes]
 
 
 class HiddenStates:
@@ -152,7 +152,7 @@ class HiddenStates:
     def chunk(self, row: int) -> np.ndarray:
         """Stored numbers of the committed vectors of a row of chunks."""
         layout = self._store.layout
-        start, stop = row * layout.chunk, layout.stop(row)
+        start, stop = layout.start(row), layout.stop(row)
         return self._between(start * self.spec.heads, stop * self.spec.heads)
 
     def _between(self, start: int, stop: int) -> np.ndarray:

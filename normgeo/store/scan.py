@@ -181,7 +181,7 @@ def _rows(store: HiddenStateStore, batch: int, at_least: int) -> Iterator[tuple[
     """Rows, at least so many, and the batches that begin in them."""
     first, begun = 0, list[TokenBatch]()
     for piece in store.stream().batches(store.n_tokens, batch):
-        row = piece.start // store.layout.chunk
+        row = store.layout.row_of(piece.start)
         if row - first >= at_least:
             yield first, row, begun
             first, begun = row, []
@@ -309,7 +309,7 @@ class _Replay:
         self.differs = rebuild is not None and not rebuild.bit_equal
         self._pre = ChunkReader(store, store.spec(site.key, "pre"), row, pool)
         self._post = ChunkReader(store, store.spec(site.key, "post"), row, pool) if rebuild is None else None
-        self._rebuild, self._at, self._crc = rebuild, row * store.layout.chunk, 0
+        self._rebuild, self._at, self._crc = rebuild, store.layout.start(row), 0
 
     def expect(self, n: int) -> None:
         """Have the next `n` tokens come while others are computed with."""
@@ -332,7 +332,7 @@ class _Replay:
     def _compare(self, raw: np.ndarray, n: int, size: int) -> None:
         """Compare the checksum of what is rebuilt with that of what the model gave, row by row."""
         while n:
-            commit = self.store.commit_log[self._at // self.store.layout.chunk]
+            commit = self.store.commit_log[self.store.layout.row_of(self._at)]
             taken = min(n, commit.stop - self._at)
             self._crc = joined(self._crc, checksum(raw[: taken * size]), taken * size)
             raw, n, self._at = raw[taken * size :], n - taken, self._at + taken

@@ -59,7 +59,7 @@ class _Chunks:
         """The rows that the tokens from `start` to `stop` belong to, as far as they are written here."""
         size, at, found = self.spec.token_bytes, start, []
         while at < stop:
-            row = at // self.layout.chunk
+            row = self.layout.row_of(at)
             end = min(stop, self.layout.stop(row))
             if row in self.rows:
                 found.append((row, end, slice((at - start) * size, (end - start) * size)))
@@ -83,7 +83,7 @@ class _Chunks:
         self._chunk.append(piece)
 
     def _finish(self, row: int, end: int) -> tuple[int, int]:
-        if missing := (row + 1) * self.layout.chunk - end if self.storage is not None else 0:
+        if missing := self.layout.start(row + 1) - end if self.storage is not None else 0:
             values = missing * self.spec.token_bytes // self.spec.stored.itemsize
             fill = np.full(values, self.spec.fill, self.spec.stored).view(np.uint8)
             self._append(row, len(fill), checksum(fill), fill)
@@ -222,7 +222,7 @@ class StoreWriter:
 
     def finish(self, batch: TokenBatch) -> None:
         """The statistics have the batch: commit the rows that it completed, once they are written."""
-        first, stop = batch.start // self.layout.chunk, batch.start + batch.n_tokens
+        first, stop = self.layout.row_of(batch.start), batch.start + batch.n_tokens
         for row in range(first, self.layout.rows):
             if self.layout.stop(row) > stop:
                 break
@@ -315,7 +315,7 @@ class StoreWriter:
         self.storage.put(state_file(row), state)
         named = {key: self._chunks[key].spec.name for key in done}
         commit = Commit(
-            self.store, row, row * self.layout.chunk, self.layout.stop(row),
+            self.store, row, self.layout.start(row), self.layout.stop(row),
             {named[key]: done[key] for key in stored},
             {self.sites[site].key: done[site, p][1] for site, p in sorted(self._only_checked)},
             hashlib.sha256(state).hexdigest(),

@@ -220,7 +220,7 @@ def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFr
 def draw(frame: pd.DataFrame, folder: Path) -> None:
     """Every figure of the angles by step, as .png and .svg."""
     figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
-    if frame.role.isin(training_figures.SINGLE).all():  # --sites final: none of the norms is a layer's
+    if frame.role.isin(figures.SINGLE).all():  # --sites final: none of the norms is a layer's
         return
     middle = training_figures.middle_layer(frame)
     if middle is not None:

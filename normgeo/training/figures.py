@@ -11,14 +11,12 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, WIDTH, legend, styled
+from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, SINGLE, WIDTH, legend, styled
 
 __all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
 NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
 Direction = Literal["uniform", "random_a", "random_b"]
-SINGLE = ("embedding", "final", "head")
-"""Roles of norms that no layer has."""
 
 
 def _named(model: str) -> str:
@@ -33,14 +31,6 @@ def _models(frame: pd.DataFrame) -> list[str]:
     """In the order of the twins, others behind them."""
     names = [str(name) for name in frame.model.unique()]
     return sorted(names, key=lambda name: list(NAMES).index(name) if name in NAMES else len(NAMES))
-
-
-def _legend(figure: matplotlib.figure.Figure) -> None:
-    entries: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    legend(figure, list(entries.values()), list(entries), columns=4)
 
 
 @styled
@@ -113,7 +103,7 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
         axes.set_title(LABELS[name])
     for axes in grid[-1]:
         axes.set_xlabel("training step")
-    _legend(figure)
+    legend(figure)
     figure.suptitle(
         f"Angles before the first norm of layer {layer} in training (mean ± standard deviation)", fontsize=9
     )
@@ -144,7 +134,7 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
         own[-1].tick_params(labelbottom=True)
         for axes in rest:
             axes.set_visible(False)
-    _legend(figure)
+    legend(figure)
     figure.suptitle(f"Angles to the {LABELS[direction]} before every norm in training (degrees)", fontsize=9)
     return figure
 
