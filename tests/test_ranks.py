@@ -139,16 +139,16 @@ def test_processes_that_are_asked_for_other_things_are_refused(home, tmp_path, c
 
 
 def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):
-    write = capture._write
+    write = capture._Capture.write
 
-    def all_but_the_last(config, job, plan, storage, rows, progress):
-        if plan.layout.rows - 1 in rows:
+    def all_but_the_last(self, rows, progress):
+        if self.plan.layout.rows - 1 in rows:
             raise StoreError("no more of this")
-        write(config, job, plan, storage, rows, progress)
+        write(self, rows, progress)
 
     path = tmp_path / "together"
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "_write", all_but_the_last)
+        patch.setattr(capture._Capture, "write", all_but_the_last)
         found = by_ranks(2, lambda ranks: start_capture(config(home), path, ranks=ranks, progress=False))
     assert str(found[1]) == "no more of this"
     assert str(found[0]).startswith("process 1 of the run failed, and says why itself; what is committed is safe")

@@ -16,7 +16,7 @@ from normgeo.angles.cost import cost
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import AngleTable, new_statistics
 from normgeo.angles.runs import new_record, now, write_results
-from normgeo.angles.statistics import AngleStatistics
+from normgeo.angles.statistics import PHASES, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.store.check import metadata_problems
 from normgeo.store.layout import Layout, create, read_record, read_state, write_record
@@ -33,7 +33,6 @@ from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["CaptureConfig", "resume_capture", "start_capture"]
 
-PHASES = ("pre", "standardized", "post")
 DISK_BLOCK = 4096  # bytes that files are rounded up to on a disk
 PROBED = 64  # tokens on which the arithmetic of a norm is found out
 REBUILT_WITHIN = 0.01  # of the largest output: beyond this a norm does something that no recipe knows
@@ -58,16 +57,16 @@ class CaptureConfig:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a store will be like; `beside` is what a row takes at most besides its chunks' numbers, in bytes."""
+    """What a store will be like; `overhead` is what a row takes at most besides its chunks' numbers, in bytes."""
 
     layout: Layout
     rebuilds: list[Rebuild]
     classes: list[str]
-    beside: int
+    overhead: int
 
     def nbytes(self, rows: int) -> int:
         """Bytes on a disk that so many rows take at most."""
-        return rows * (self.layout.row_bytes + self.beside)
+        return rows * (self.layout.row_bytes + self.overhead)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -153,97 +152,152 @@ def _capture(
         ranks.take_gpu(config.run.device, config.run.device_map)
         before = record and record["provenance"]["identity"]["about"]
         job = prepare(config.run, config.run.models[0], before=before, first=ranks.first)
-        return _capture_job(config, job, storage, record, ranks, announce, progress)
+        return _Capture(config, job, storage).run(record, ranks, announce, progress)
 
 
-def _capture_job(
-    config: CaptureConfig, job: Job, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
-    announce: Callable[[str], None], progress: bool,
-) -> AngleTable | None:  # fmt: skip
-    plan, where = _planned(config, job), str(storage)
-    with ExitStack() as held, disk_explained(where), ranks.told_to_end():
-        about = record or ranks.first("record", lambda: _new_record(config, job, plan, storage, announce))
-        identity, mine = about["provenance"]["identity"], _identity(config, job)  # of the first process, and of this
-        check_same(identity["about"], job.about, where, (*SAME, "context", "bos"))
-        check_same(identity, mine, where, [key for key in mine if key != "about"])
-        check_same({"layout": about["layout"]}, {"layout": plan.described}, where, ("layout",))
-        shared = ranks.size > 1
-        run, missing = ranks.first("begun", lambda: _begin(config, job, plan, storage, record, about, shared, held))
-        if ranks.rank:
-            held.enter_context(storage.writing(run))
-        try:
-            _write(config, job, plan, storage, ranks.share(missing), progress and not ranks.rank)
-            ranks.done("written")
-            return None if ranks.rank else _finished(config, job, storage, about)
-        except NormGeoError:
-            if record is None and ranks.size == 1 and not storage.names("commits"):
-                storage.discard()  # nothing was captured: leave nothing behind
-            raise
+class _Capture:
+    """One capture of one process: what is captured, where, and what the store will be like."""
 
+    def __init__(self, config: CaptureConfig, job: Job, storage: Storage) -> None:
+        self.config, self.job, self.storage = config, job, storage
+        self.plan = _planned(config, job)
 
-def _identity(config: CaptureConfig, job: Job) -> dict[str, Any]:
-    """What decides the numbers of a store."""
-    run = config.run
-    return {"about": job.about, "phases": list(config.phases), "batch": run.batch, "null": run.null,
-            "null_every": run.null_every, "seed": run.seed, "label": job.label}  # fmt: skip
+    def run(
+        self, record: dict[str, Any] | None, ranks: Ranks, announce: Callable[[str], None], progress: bool
+    ) -> AngleTable | None:
+        """Compute and commit this process's share of the rows that are missing; the first puts the results beside."""
+        where, mine = str(self.storage), self.identity
+        with ExitStack() as held, disk_explained(where), ranks.told_to_end():
+            about = record or ranks.first("record", lambda: self.new_record(announce))
+            identity = about["provenance"]["identity"]  # of the first process
+            check_same(identity["about"], self.job.about, where, (*SAME, "context", "bos"))
+            check_same(identity, mine, where, [key for key in mine if key != "about"])
+            check_same({"layout": about["layout"]}, {"layout": self.plan.described}, where, ("layout",))
+            run, missing = ranks.first("begun", lambda: self.begin(record, about, held, shared=ranks.size > 1))
+            if ranks.rank:
+                held.enter_context(self.storage.writing(run))
+            try:
+                self.write(ranks.share(missing), progress and not ranks.rank)
+                ranks.done("written")
+                return None if ranks.rank else self.finish(about)
+            except NormGeoError:
+                if record is None and ranks.size == 1 and not self.storage.names("commits"):
+                    self.storage.discard()  # nothing was captured: leave nothing behind
+                raise
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the numbers of a store."""
+        run = self.config.run
+        return {"about": self.job.about, "phases": list(self.config.phases), "batch": run.batch, "null": run.null,
+                "null_every": run.null_every, "seed": run.seed, "label": self.job.label}  # fmt: skip
 
-def _new_record(
-    config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, announce: Callable[[str], None]
-) -> dict[str, Any]:
-    announce(_check_space(config, job, plan, storage))
-    provenance = new_record(config.run) | {"identity": _identity(config, job)}
-    provenance = {k: v for k, v in provenance.items() if k not in ("status", "models")}
-    return {"status": "running", "capture": asdict(config), "provenance": provenance, "layout": plan.described}
+    def statistics(self) -> AngleStatistics:
+        """Empty ones."""
+        return _empty_statistics(self.config, self.job)
 
+    def new_record(self, announce: Callable[[str], None]) -> dict[str, Any]:
+        """What `store.json` says of a store that is begun."""
+        announce(self.check_space())
+        provenance = new_record(self.config.run) | {"identity": self.identity}
+        provenance = {k: v for k, v in provenance.items() if k not in ("status", "models")}
+        layout = self.plan.described
+        return {"status": "running", "capture": asdict(self.config), "provenance": provenance, "layout": layout}
 
-def _begin(
-    config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, before: dict[str, Any] | None,
-    record: dict[str, Any], shared: bool, held: ExitStack,
-) -> tuple[str, list[int]]:  # fmt: skip
-    """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write.
+    def begin(
+        self, before: dict[str, Any] | None, record: dict[str, Any], held: ExitStack, *, shared: bool
+    ) -> tuple[str, list[int]]:
+        """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write.
 
-    Whoever holds the lock looks again: while the model was loaded another run may have been here.
-    """
-    run = held.enter_context(storage.writing(shared=shared))
-    if before is None:
-        _check_free(storage, config)
-    elif _interrupted(storage) != before:
-        raise StoreError(f"{storage} was written by another run meanwhile; give --resume {storage} again")
-    if storage.names("commits"):
-        if problems := metadata_problems(storage):
-            raise StoreError(f"{problems[0]}; what is committed stays as it is: restore that file, from a copy say")
-    else:
-        write_record(storage.put, "store.json", record, indent=2)
-        create(storage, plan.layout, job.sites, plan.rebuilds, plan.classes, record["provenance"])
-    store = HiddenStateStore(storage)
-    _check_tokens(store, job.tokens)
-    for commit in store.committed.values():
-        read_state(storage, commit)
-    missing = [row for row in range(plan.layout.rows) if row not in store.committed]
-    left, free = plan.nbytes(len(missing)), storage.free()
-    if free is not None and left > free:
-        raise StoreError(
-            f"the rest needs up to {left:,} bytes and the disk of {storage} has {free:,} free; make space and give "
-            f"--resume {storage}"
+        Whoever holds the lock looks again: while the model was loaded another run may have been here.
+        """
+        run = held.enter_context(self.storage.writing(shared=shared))
+        if before is None:
+            _check_free(self.storage, self.config)
+        elif _interrupted(self.storage) != before:
+            raise StoreError(f"{self.storage} was written by another run meanwhile; give --resume {self.storage} again")
+        if self.storage.names("commits"):
+            if problems := metadata_problems(self.storage):
+                raise StoreError(f"{problems[0]}; what is committed stays as it is: restore that file, from a copy say")
+        else:
+            write_record(self.storage.put, "store.json", record, indent=2)
+            plan = self.plan
+            create(self.storage, plan.layout, self.job.sites, plan.rebuilds, plan.classes, record["provenance"])
+        store = HiddenStateStore(self.storage)
+        _check_tokens(store, self.job.tokens)
+        for commit in store.committed.values():
+            read_state(self.storage, commit)
+        missing = [row for row in range(self.plan.layout.rows) if row not in store.committed]
+        left, free = self.plan.nbytes(len(missing)), self.storage.free()
+        if free is not None and left > free:
+            raise StoreError(
+                f"the rest needs up to {left:,} bytes and the disk of {self.storage} has {free:,} free; make space and "
+                f"give --resume {self.storage}"
+            )
+        return run, missing
+
+    def finish(self, record: dict[str, Any]) -> AngleTable:
+        """Put the rows' statistics together and the results beside them."""
+        store, statistics = HiddenStateStore(self.storage), self.statistics()
+        if not store.complete:
+            raise StoreError(f"{self.storage}: the stream ended before its last row was committed")
+        for commit in store.commit_log:
+            statistics.add_state_dict(read_state(self.storage, commit))
+        table = AngleTable.from_statistics(statistics, self.job.label)
+        with self.storage.results() as folder:
+            files = write_results(table, folder)
+            sums = {
+                file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+            }
+        ended = {"status": "complete", "finished": now(), "results": sums}
+        write_record(self.storage.put, "store.json", record | ended, indent=2)
+        return table
+
+    def check_space(self) -> str:
+        """Refuse what cannot fit; else one line on what will be captured, and its cost."""
+        job, plan, storage = self.job, self.plan, self.storage
+        layout, free, most = plan.layout, storage.free(), plan.nbytes(plan.layout.rows)
+        if free is not None and most > free:
+            raise StoreError(
+                f"the hidden states need {layout.nbytes:,} bytes, with statistics and records up to {most:,}, and the "
+                f"disk of {storage} has {free:,} free; give fewer --tokens, --phases pre, some --sites or another "
+                "--store"
+            )
+        room = "an object store says nothing of free space" if free is None else f"{free / 1e9:.1f} GB free"
+        rate, what = storage.rate(), "the disk" if free is not None else "one upload after the other"
+        forward = cost(job.model, job.n_tokens, job.tokens.context, self.config.run.batch, layout.nbytes)
+        inexact = sum(not rebuild.bit_equal for rebuild in plan.rebuilds)
+        how = f"to rounding only at {inexact} sites" if inexact else "to the last bit"
+        rebuilt = "" if "post" in self.config.phases else f"; post is rebuilt from pre, {how}"
+        return (
+            f"{job.label}: {len(job.sites)} norms, {', '.join(self.config.phases)}, {job.n_tokens:,} tokens of "
+            f"{job.tokens.source}: exactly {layout.nbytes:,} bytes of hidden states, with statistics and records up to "
+            f"{most:,} ({room}), in rows of {layout.chunk:,} tokens; forward "
+            f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
         )
-    return run, missing
 
+    def write(self, rows: Sequence[int], progress: bool) -> None:
+        """Compute and commit rows.
 
-def _finished(config: CaptureConfig, job: Job, storage: Storage, record: dict[str, Any]) -> AngleTable:
-    """Put the rows' statistics together and the results beside them."""
-    store, statistics = HiddenStateStore(storage), _empty_statistics(config, job)
-    if not store.complete:
-        raise StoreError(f"{storage}: the stream ended before its last row was committed")
-    for commit in store.commit_log:
-        statistics.add_state_dict(read_state(storage, commit))
-    table = AngleTable.from_statistics(statistics, job.label)
-    with storage.results() as folder:
-        files = write_results(table, folder)
-        sums = {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    ended = {"status": "complete", "finished": now(), "results": sums}
-    write_record(storage.put, "store.json", record | ended, indent=2)
-    return table
+        Batches are the same whoever computes them, since matrix products of other shapes have other last bits: one that
+        has tokens of the rows of two processes goes through the model in both, and each keeps its part.
+        """
+        if not rows:
+            return
+        job, layout, at_once = self.job, self.plan.layout, self.config.run.batch
+        statistics, store = self.statistics(), HiddenStateStore(self.storage)
+        exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
+        mine = set(rows)
+        start = job.tokens.batch_start(layout.start(min(mine)), at_once)
+        batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, at_once, start))
+        total = sum(layout.stop(row) - layout.start(row) for row in rows)
+        with (
+            progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
+            StoreWriter(self.storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
+        ):
+            for batch in stream(job.model, job.sites, batches, [writer, statistics]):
+                writer.finish(batch)
+                advance(_tokens_of(mine, layout, batch))
 
 
 class _Probe:
@@ -278,11 +332,11 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
         dtypes.append(str(pre.dtype).removeprefix("torch."))
     layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)
     return _Plan(
-        layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites], _beside(config, job, layout)
+        layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites], _overhead(config, job, layout)
     )
 
 
-def _beside(config: CaptureConfig, job: Job, layout: Layout) -> int:
+def _overhead(config: CaptureConfig, job: Job, layout: Layout) -> int:
     """Bytes that a row takes on a disk beside its chunks' numbers, at most: statistics, records, the ends of files."""
     tokens = min(layout.n_tokens, layout.chunk + config.run.batch * job.tokens.context)  # of batches that begin in it
     state = _empty_statistics(config, job).state_bytes(tokens)
@@ -290,57 +344,11 @@ def _beside(config: CaptureConfig, job: Job, layout: Layout) -> int:
     return state + record + DISK_BLOCK * (len(layout.arrays) + 2)
 
 
-def _check_space(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage) -> str:
-    """Refuse what cannot fit; else one line on what will be captured, and its cost."""
-    layout, free, most = plan.layout, storage.free(), plan.nbytes(plan.layout.rows)
-    if free is not None and most > free:
-        raise StoreError(
-            f"the hidden states need {layout.nbytes:,} bytes, with statistics and records up to {most:,}, and the disk "
-            f"of {storage} has {free:,} free; give fewer --tokens, --phases pre, some --sites or another --store"
-        )
-    room = "an object store says nothing of free space" if free is None else f"{free / 1e9:.1f} GB free"
-    rate, what = storage.rate(), "the disk" if free is not None else "one upload after the other"
-    forward = cost(job.model, job.n_tokens, job.tokens.context, config.run.batch, layout.nbytes)
-    inexact = sum(not rebuild.bit_equal for rebuild in plan.rebuilds)
-    rebuilt = "" if "post" in config.phases else (
-        "; post is rebuilt from pre" + (f", to rounding only at {inexact} sites" if inexact else ", to the last bit")
-    )  # fmt: skip
-    return (
-        f"{job.label}: {len(job.sites)} norms, {', '.join(config.phases)}, {job.n_tokens:,} tokens of "
-        f"{job.tokens.source}: exactly {layout.nbytes:,} bytes of hidden states, with statistics and records up to "
-        f"{most:,} ({room}), in rows of {layout.chunk:,} tokens; forward "
-        f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
-    )
-
-
 def _empty_statistics(config: CaptureConfig, job: Job) -> AngleStatistics:
     run = config.run
     return new_statistics(
         job.model, job.sites, null=run.null, seed=run.seed, null_every=run.null_every, bos=job.bos
     )  # fmt: skip
-
-
-def _write(config: CaptureConfig, job: Job, plan: _Plan, storage: Storage, rows: Sequence[int], progress: bool) -> None:
-    """Compute and commit rows.
-
-    Batches are the same whoever computes them, since matrix products of other shapes have other last bits: one that has
-    tokens of the rows of two processes goes through the model in both, and each keeps its part.
-    """
-    if not rows:
-        return
-    statistics, store, layout = _empty_statistics(config, job), HiddenStateStore(storage), plan.layout
-    exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
-    mine = set(rows)
-    start = job.tokens.batch_start(layout.start(min(mine)), config.run.batch)
-    batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, config.run.batch, start))
-    total = sum(layout.stop(row) - layout.start(row) for row in rows)
-    with (
-        progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
-        StoreWriter(storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
-    ):
-        for batch in stream(job.model, job.sites, batches, [writer, statistics]):
-            writer.finish(batch)
-            advance(_tokens_of(mine, layout, batch))
 
 
 def _with_tokens_of(rows: Set[int], layout: Layout, batches: Iterable[TokenBatch]) -> Iterator[TokenBatch]:
