@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -173,13 +174,10 @@ def shares_past(model: PreTrainedModel, inputs: dict[str, Tensor], names: set[st
         if args and isinstance(args[0], Tensor):
             calls.append((module, args[0], output))
 
-    handles = [module.register_forward_hook(after) for name, module in model.named_modules() if name in names]
-    try:
-        with torch.enable_grad():
-            outputs = outputs_of(model.requires_grad_(True), inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(after))
+        outputs = outputs_of(model.requires_grad_(True), inputs)
     generator = torch.Generator().manual_seed(0)
     seen = torch.stack([(o * torch.randn(o.shape, generator=generator)).sum() for o in outputs]).sum()
     whole = [_owner(x) for _, x, _ in calls]

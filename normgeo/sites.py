@@ -12,7 +12,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,7 +189,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 @contextmanager
 def _hooked(model: nn.Module, trace: _Trace) -> Iterator[None]:
-    handles, clock, stack = [], iter(range(1 << 62)), []
+    clock, stack = iter(range(1 << 62)), []
 
     def before(name: str, module: nn.Module) -> Any:
         leaf, matrix = is_leaf(module), any(p.ndim > 1 for p in module.parameters(recurse=False))
@@ -206,16 +206,13 @@ def _hooked(model: nn.Module, trace: _Trace) -> Iterator[None]:
         call = stack.pop()
         call.ended, call.output = next(clock), output
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
                 trace.lists.add(name)
-            handles.append(module.register_forward_pre_hook(before(name, module), with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
+            hooks.enter_context(module.register_forward_pre_hook(before(name, module), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -73,7 +73,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
     by_name: dict[str, dict[int, int]] = defaultdict(dict)
     for index, site in enumerate(sites):
         by_name[site.name][site.call] = index
-    modules, handles = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
     calls: dict[str, int] = {}
 
     def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
@@ -105,17 +105,14 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
     def reset(*_: Any) -> None:
         calls.update(dict.fromkeys(by_name, 0))
 
-    try:
+    with ExitStack() as registered:
         reset()
-        handles.append(model.register_forward_pre_hook(reset))
+        registered.enter_context(model.register_forward_pre_hook(reset))
         for name in by_name:
             before, after = hooks(name)
-            handles.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(modules[name].register_forward_hook(after))
+            registered.enter_context(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            registered.enter_context(modules[name].register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:

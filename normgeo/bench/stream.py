@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +189,11 @@ def _watched(modules: Sequence[nn.Module], look: Callable[[Tensor], Any]) -> Ite
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         look(output)
 
-    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
-    handles += [m.register_forward_hook(after) for m in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def peak_memory(

@@ -7,6 +7,7 @@ which no output of the model sees the mean.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -92,7 +93,6 @@ def recenter_sources(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Ten
 def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[str, Tensor]) -> Place | None:
     """The first of these places, in the order of the pass, where there is a mean."""
     found: list[Place] = []
-    handles: list[RemovableHandle] = []
 
     def look(place: Place, value: Any) -> None:
         if isinstance(value, Tensor) and mean_share(value) >= INVISIBLE:
@@ -110,10 +110,8 @@ def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[s
             return module.register_forward_pre_hook(before, with_kwargs=True)
         return module.register_forward_hook(after)
 
-    try:
-        handles += [watch(place, exact.get_submodule(place.module)) for place in places]
+    with ExitStack() as hooks:
+        for place in places:
+            hooks.enter_context(watch(place, exact.get_submodule(place.module)))
         outputs_of(exact, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found[0] if found else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -225,7 +225,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[str, list[Tensor]]]:
     """While inside, collects what each site is given, by the site's name, a tensor a call."""
     taken: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    modules, handles = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
 
     def hook(name: str) -> Any:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -233,19 +233,16 @@ def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[st
 
         return before
 
-    try:
+    with ExitStack() as hooks:
         for name in taken:
-            handles.append(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
+            hooks.enter_context(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
         yield taken
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
     """While inside, notes every argument and result of every module whose vectors have one of these widths."""
-    trace, handles = Trace(), []
+    trace = Trace()
     hold = trace.uses.append
 
     def wanted(x: Any) -> bool:
@@ -287,13 +284,10 @@ def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
 
         return hook
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
                 leaf = is_leaf(module) and any(True for _ in module.parameters())
-                handles.append(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
-                handles.append(module.register_forward_hook(after(name, leaf)))
+                hooks.enter_context(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after(name, leaf)))
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
