@@ -273,7 +273,7 @@ def test_other_values_than_the_certified_ones_are_not_left_behind(tmp_path, monk
 
 
 UNUSED = {
-    "data": "nofile.txt", "tokens": "-1", "context": "8", "dtype": "foo", "device": "bar", "padded": None
+    "data": "nofile.txt", "tokens": "-1", "context": "8", "dtype": "foo", "device": "bar"
 }  # fmt: skip
 
 

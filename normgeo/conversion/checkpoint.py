@@ -34,7 +34,7 @@ from normgeo.conversion.probing import outputs_of, same, tied
 from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.sites import evaluating
 from normgeo.system.files import whole_directory
 
@@ -104,7 +104,11 @@ def save(
         for extra in extras:
             extra.save_pretrained(folder)
         (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
-        check_read(model, _read(model, folder))
+        try:
+            read = _read(model, folder)
+        except ModelError as error:  # a weight is missing that the class does not tie
+            raise _read_as_another(model) from error
+        check_read(model, read)
     return "remote" if native is None else "native"
 
 
@@ -158,11 +162,15 @@ def check_read(model: PreTrainedModel, read: PreTrainedModel) -> None:
     with evaluating(model):
         pairs = [(outputs_of(model, inputs), outputs_of(read, inputs)) for inputs in certificate_inputs(model)]
     if not all(same(a, b, tolerance) for a, b in pairs):
-        raise ConversionError(
-            f"{type(model).__name__} is not what its class and configuration tell: its checkpoint is read as another "
-            "model, whose outputs differ; let the configuration say what was changed, and share no weights but those "
-            "that it ties"
-        )
+        raise _read_as_another(model)
+
+
+def _read_as_another(model: PreTrainedModel) -> ConversionError:
+    return ConversionError(
+        f"{type(model).__name__} is not what its class and configuration tell: its checkpoint is read as another "
+        "model, whose outputs differ; let the configuration say what was changed, and share no weights but those that "
+        "it ties"
+    )
 
 
 def _told(hook: Any) -> bool:

@@ -97,7 +97,7 @@ def convert_checkpoint(
             raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
         unused = {
             "data": data is not None, "tokens": n_tokens != TOKENS, "context": context is not None,
-            "dtype": dtype != "auto", "device": device is not None, "padded": padded,
+            "dtype": dtype != "auto", "device": device is not None,
         }  # fmt: skip
         if given := ", ".join(option for option, is_given in unused.items() if is_given):
             why = "memory is short, so that it is converted by shard; " if short else ""
