@@ -69,7 +69,8 @@ def standardize(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """
     y = orthogonal_component(_of_size_one(x))
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    return torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm).to(x.dtype)
+    standardized = torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm)
+    return standardized.to(x.dtype) if x.is_floating_point() else standardized
 
 
 def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor, "*batch"]:

@@ -327,6 +327,8 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
     """Texts that are given as such, by themselves or in rows of a data set; None for what may be ids."""
     if isinstance(data, Iterator):
         raise DataError("an iterator can be read once, and tokens are read several times; give a list of what it has")
+    if hasattr(data, "columns"):
+        raise DataError(f"received a {type(data).__name__}; give its column of text, or of token ids, alone")
     if isinstance(data, Mapping):
         raise DataError(f"received a {type(data).__name__} with {', '.join(map(str, data))}; give its token ids alone")
     try:

@@ -4,6 +4,7 @@ import tracemalloc
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -401,7 +402,15 @@ def test_texts_in_memory_are_those_of_a_file(tokenizer, tmp_path):
     wanted, _ = everything(load_tokens(tmp_path / "texts.jsonl", tokenizer, 8))
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     digests = set()
-    for given in (TEXTS, tuple(TEXTS), np.array(TEXTS), rows, rows["text"], rows.to_iterable_dataset()):
+    for given in (
+        TEXTS,
+        tuple(TEXTS),
+        np.array(TEXTS),
+        pd.Series(TEXTS),
+        rows,
+        rows["text"],
+        rows.to_iterable_dataset(),
+    ):
         stream = load_tokens(given, tokenizer, 8)
         for _ in range(2):  # it can be read again
             assert np.array_equal(everything(stream)[0], wanted)
@@ -417,6 +426,7 @@ def test_texts_in_memory_are_those_of_a_file(tokenizer, tmp_path):
         (iter(TEXTS), "an iterator can be read once"),
         ((text for text in TEXTS), "an iterator can be read once"),
         ({"input_ids": [[1, 2]]}, "received a dict with input_ids; give its token ids alone"),
+        (pd.DataFrame({"text": TEXTS}), "received a DataFrame; give its column of text"),
         ([{"body": "a"}], 'rows with body have no "text"'),
         (["", " "], "has no text in it"),
         ([], "must be a non-empty"),
