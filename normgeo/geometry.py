@@ -69,8 +69,7 @@ def standardize(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """
     y = orthogonal_component(_of_size_one(x))
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    standardized = torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm)
-    return standardized.to(x.dtype) if x.is_floating_point() else standardized
+    return torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm).to(x.dtype)
 
 
 def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor, "*batch"]:

@@ -212,7 +212,6 @@ def test_half_precision_is_computed_in_float32(dtype):
     )
     assert float(angle(torch.full((4096,), 2000.0, dtype=dtype), uniform_vector(4096))) == 0
     assert standardize(x).dtype == dtype
-    assert standardize(torch.tensor([1, 2, 6])).dtype == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
