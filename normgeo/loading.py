@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -62,13 +64,15 @@ def load_model(
     path, options = whence(name, revision)
     try:
         config, cls = config_and_class(path, options, trust_remote_code)
-        model, found = cls.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, output_loading_info=True,
-            **options,
+        model = cls.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options,
+            **({"output_loading_info": True} if (told := _tells(cls)) else {}),
         )  # fmt: skip
     except UNLOADABLE as error:
         raise explained(str(name), error) from error
-    _check_complete(str(name), model, found)
+    if told:
+        model, found = model
+        _check_complete(str(name), model, found)
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if type(config).model_type.startswith(PREFIX) and cls is not TwinLMHeadModel:
         saved_elsewhere(model)
@@ -86,19 +90,44 @@ def load_model(
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
 
 
+def _tells(cls: Any) -> bool:
+    """Whether loading can be asked what it found: classes that load in their own way take the model alone."""
+    own = getattr(cls.from_pretrained, "__func__", None)
+    return own is PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+
+
 def _check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
-    """Refuse weights that the checkpoint lacks, which are random; warn of layers that the configuration leaves out."""
-    if missing := sorted(found["missing_keys"]):
+    """Refuse layers and embeddings that the checkpoint lacks, which are random; warn of others, and of more layers.
+
+    What is only for training, or a pooler or a head that nobody trained, is often not stored.
+    """
+    missing = sorted(found["missing_keys"])
+    ends = [part.weight for part in _embeddings(model)]
+    names = {key for key, value in model.named_parameters(remove_duplicate=False) if any(value is end for end in ends)}
+    if needed := [key for key in missing if DIGITS.search(key) or key in names]:
         raise ModelError(
-            f"the checkpoint of {name} has not all of its model: {missing[0]} and {len(missing) - 1} others are "
-            "missing, and would be random; get it again, or correct what its config.json says of layers and classes"
+            f"the checkpoint of {name} has not all of its model: {_counted(needed)} missing, and would be random; get "
+            "it again, or correct what its config.json says of layers and classes"
         )
+    if missing:
+        warnings.warn(f"{name} is loaded with random numbers where {_counted(missing)} not stored", stacklevel=3)
     known = {DIGITS.sub("0", key) for key in model.state_dict()}
     if unused := sorted(key for key in found["unexpected_keys"] if DIGITS.sub("0", key) in known):
         warnings.warn(
-            f"{name} has weights of more layers than its config.json tells of, which are left out: {unused[0]} and "
-            f"{len(unused) - 1} others", stacklevel=3,
-        )  # fmt: skip
+            f"{name} has weights of more layers than its config.json tells of: {_counted(unused)} left out",
+            stacklevel=3,
+        )
+
+
+def _embeddings(model: PreTrainedModel) -> Iterator[Any]:
+    for get in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            if isinstance(getattr(part := get(), "weight", None), nn.Parameter):
+                yield part
+
+
+def _counted(names: list[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} others are"
 
 
 def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str, Any]]:

@@ -270,7 +270,8 @@ def stream(
     local = [_renamed(site, prefix) for site in sites]
     settings = model.config.get_text_config()
     pad = getattr(settings, "pad_token_id", None)
-    told = pad == getattr(settings, "eos_token_id", None)  # where it may end a document
+    ends = getattr(settings, "eos_token_id", None)
+    told = pad in (ends if isinstance(ends, (list, tuple)) else [ends])  # where it may end a document
     with memory_kept(), evaluating(model), hooked(runner, local, sinks):
         for batch in batches:
             if pad is not None and not told and _padded(batch, pad):

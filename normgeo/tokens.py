@@ -336,12 +336,18 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
     except TypeError:  # nothing to iterate over
         return None
     if isinstance(first, str):
-        return lambda: iter(data)
+        return lambda: map(_checked, itertools.count(), data)
     if not isinstance(first, Mapping):
         return None
     if not isinstance(first.get("text"), str):
         raise DataError(f'rows with {", ".join(first)} have no "text"; give the column of text, or of token ids, alone')
-    return lambda: (row["text"] for row in data)
+    return lambda: (_checked(number, row.get("text")) for number, row in enumerate(data))
+
+
+def _checked(number: int, text: Any) -> str:
+    if not isinstance(text, str):
+        raise DataError(f"text {number} should be a string, received {text!r}; leave it out")
+    return text
 
 
 def _of_texts(documents: Callable[[], Iterator[str]]) -> str:

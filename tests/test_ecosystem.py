@@ -156,11 +156,40 @@ def test_missing_weights_are_not_made_up(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_nobody_stores_are_told(tmp_path):
+    """A pooler, or what is only for training; outputs that are looked at may well be the same."""
+    model = tiny("bert")
+    hf.BertModel(model.config, add_pooling_layer=False).save_pretrained(tmp_path / "in")
+    with pytest.warns(UserWarning, match=r"random numbers where pooler\.dense\.bias and 1 others are not stored"):
+        load_model(tmp_path / "in")
+
+
+def test_classes_that_load_in_their_own_way_are_loaded(tmp_path, monkeypatch):
+    class Own(hf.GPT2LMHeadModel):
+        @classmethod
+        def from_pretrained(cls, *args, **kwargs):
+            model = super().from_pretrained(*args, **kwargs)
+            model.spoken = True
+            return model
+
+    monkeypatch.setattr(hf, "GPT2LMHeadModel", Own)
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    assert load_model(tmp_path / "in").spoken  # pyright: ignore
+
+
+def test_the_decoder_of_two_stacks_alone_is_not_given_an_encoder(tmp_path):
+    config = tiny("whisper").config
+    torch.manual_seed(0)
+    model = perturb(hf.WhisperForCausalLM(config).eval())
+    save(convert(model), tmp_path / "out")
+    assert "AutoModel" not in json.loads((tmp_path / "out/config.json").read_text())["auto_map"]
+
+
 def test_layers_that_are_left_out_are_told(tmp_path):
     tiny("gpt2").save_pretrained(tmp_path / "in")
     config = json.loads((tmp_path / "in/config.json").read_text())
     (tmp_path / "in/config.json").write_text(json.dumps(config | {"n_layer": 1}))
-    with pytest.warns(UserWarning, match=r"weights of more layers than its config\.json tells of.*h\.1\.attn"):
+    with pytest.warns(UserWarning, match=r"weights of more layers than its config\.json tells of: \S+h\.1\.attn"):
         load_model(tmp_path / "in")
 
 

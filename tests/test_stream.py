@@ -295,6 +295,7 @@ def test_padding_is_told(tiny, ids, end):
 
 def test_a_token_that_ends_documents_is_no_padding(tiny, ids):
     model, ended = tiny("gpt2"), ids.copy()
-    model.config.pad_token_id = model.config.eos_token_id = 5
-    ended[:, -4:] = 5
-    assert observe(model, ended, []) == ids.size
+    model.config.pad_token_id, ended[:, -4:] = 5, 5
+    for ends in (5, [2, 5]):
+        model.config.eos_token_id = ends
+        assert observe(model, ended, []) == ids.size

@@ -428,6 +428,8 @@ def test_texts_in_memory_are_those_of_a_file(tokenizer, tmp_path):
         ({"input_ids": [[1, 2]]}, "received a dict with input_ids; give its token ids alone"),
         (pd.DataFrame({"text": TEXTS}), "received a DataFrame; give its column of text"),
         ([{"body": "a"}], 'rows with body have no "text"'),
+        ([*TEXTS, None], "text 3 should be a string, received None"),
+        ([{"text": TEXTS[0]}, {"body": "a"}], "text 1 should be a string"),
         (["", " "], "has no text in it"),
         ([], "must be a non-empty"),
     ],

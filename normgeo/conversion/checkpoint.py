@@ -205,10 +205,10 @@ def auto_map(cls: type) -> dict[str, str]:
     return dict.fromkeys(sorted(kinds) or ["AutoModel"], f"modeling_normgeo.{cls.__name__}")
 
 
-def _base(cls: type, config: PretrainedConfig, recipe: dict[str, Any]) -> type | None:
+def _base(cls: type, within: str, config: PretrainedConfig, recipe: dict[str, Any]) -> type | None:
     """What AutoModel loads of a model with a head; None where that has not the parts that the recipe names."""
     base: Any = transformers.AutoModel._model_mapping.get(native_class(type(config)), None)  # pyright: ignore
-    if not isinstance(base, type) or base is cls:
+    if not isinstance(base, type) or base is cls or base.__name__ != within:  # as around the decoder of two stacks
         return None
     try:
         model = empty_model(base, config)
@@ -255,7 +255,8 @@ def write_config(
         ConversionError: the model's code is not part of transformers.
     """
     cls, settings = native_class(cls), native_class(type(config))
-    base = _base(cls, config, recipe) if conversion.certificate.headless else None
+    within = type(conversion.model.base_model).__name__
+    base = _base(cls, within, config, recipe) if conversion.certificate.headless else None
     model_type, module = PREFIX + str(config.model_type).removeprefix(PREFIX), "modeling_normgeo"
     headless = {"AutoModel": f"{module}.{base.__name__}"} if base else {}
     raw = config.to_dict() | {
