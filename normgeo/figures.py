@@ -211,7 +211,8 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of norms that read the residual stream: not those of branches, of heads, or of what a branch gives.
 
-    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one.
+    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one. Of a model
+    that was measured nowhere else, all rows.
     """
 
     def reads(rows: pd.DataFrame) -> pd.Series:
@@ -219,7 +220,10 @@ def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
         pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel", "final"])
         return ~rows.role.isin(["qk", "inner", "head"]) & ~(post if pre.any() else pre)
 
-    kept = [rows[reads(rows)] for _, rows in frame.groupby(["model", "stack"], sort=False)]
+    kept = []
+    for _, rows in frame.groupby("model", sort=False):
+        on = pd.concat([part[reads(part)] for _, part in rows.groupby("stack", sort=False)])
+        kept.append(on if len(on) else rows)
     return pd.concat(kept).sort_index()
 
 

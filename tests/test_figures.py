@@ -178,6 +178,12 @@ def test_growth_is_of_the_residual_stream(tables):
     assert labels("bert") == {"embedding", "post-attention", "post-MLP"}
 
 
+def test_norms_of_what_is_measured_off_the_stream_alone_are_drawn(tiny, ids):
+    model = tiny("qwen3")
+    sites = [site for site in find_sites(model, qk=True) if site.role == "qk"]
+    assert drawn(measure_angles(model, ids, sites=sites, null=4, progress=False).plot("norms")) == 1
+
+
 def test_a_model_that_is_not_there_is_named(tables):
     for kind in figures.KINDS:
         with pytest.raises(DataError, match="no model 'gpt' in the table; there are gpt2, llama"):

@@ -1,5 +1,6 @@
 """What cannot be written is found out before anything is measured for it; what is written is there whole."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from normgeo.bench import store as store_bench
 from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
-from normgeo.system.files import alone, check_file, check_folder, claimed, write_table, write_whole
+from normgeo.system.files import alone, check_file, check_folder, claimed, whole_directory, write_table, write_whole
 
 FRAME = pd.DataFrame({"a": [1, 2]})
 BENCHMARKS = {
@@ -189,3 +190,38 @@ def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
         check_folder(tmp_path / "out")
     (tmp_path / "elsewhere").mkdir()
     check_folder(tmp_path / "out")
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path):
+    """Two that write to one place: the second finds the first's."""
+    with pytest.raises(RunError, match="nothing was left behind"), whole_directory(tmp_path / "out") as scratch:
+        (scratch / "mine").touch()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_what_is_to_be_replaced_stays_until_all_is_written(tmp_path):
+    def write(fails):
+        with whole_directory(tmp_path / "out", replace=True) as scratch:
+            (scratch / "new").write_text("new")
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    with pytest.raises(RunError, match="what was there before is intact"):
+        write(True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+    write(False)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "new"]
+
+
+def test_what_a_umask_withholds_is_not_given_away(tmp_path):
+    before = os.umask(0o077)
+    try:
+        with whole_directory(tmp_path / "out") as scratch:
+            (scratch / "file").touch()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "out", tmp_path / "out/file")] == [0o700, 0o600]

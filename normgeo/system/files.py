@@ -269,7 +269,7 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
             if home == where:
                 _moved_up(scratch)
             else:
-                if where.exists():
+                if replace and where.exists():
                     shutil.rmtree(where)
                 os.replace(scratch, where)
     except Exception as error:
