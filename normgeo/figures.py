@@ -194,13 +194,14 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     pre = frame[frame.phase == "pre"]
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     for axes, _, part in panels:
-        null, several = part[part.direction == "null"], part.d.nunique() > 1
-        for k, ((_, d), rows) in enumerate(null.groupby(["stack", "d"])):  # a random direction has 1/d of the energy
+        null = part[part.direction == "null"]
+        greys = dict(zip(sorted(part.d.unique()), ("0.5", "0.7", "0.3"), strict=False))
+        for (_, d), rows in null.groupby(["stack", "d"]):  # a random direction has 1/d of the energy
             of = rows.groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
-            width = f" of width {d}" if several else ""
+            width = f" of width {d}" if len(greys) > 1 else ""
             for column, what, line in (("energy_share", "mean", "-"), ("energy_q95", "95th percentile", ":")):
                 axes.plot(
-                    of.layer, of[column], color=("0.5", "0.7", "0.3")[k % 3], linewidth=1, linestyle=line,
+                    of.layer, of[column], color=greys.get(d, "0.5"), linewidth=1, linestyle=line,
                     marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
                 )  # fmt: skip
         _role_lines(axes, part[part.direction == "uniform"], "energy_share")
@@ -211,8 +212,8 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of norms that read the residual stream: not those of branches, of heads, or of what a branch gives.
 
-    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one. Of a model
-    that was measured nowhere else, all rows.
+    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one. All rows
+    of a model that was measured nowhere else.
     """
 
     def reads(rows: pd.DataFrame) -> pd.Series:

@@ -194,10 +194,15 @@ def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):
 
 def test_what_appears_meanwhile_is_not_replaced(tmp_path):
     """Two that write to one place: the second finds the first's."""
-    with pytest.raises(RunError, match="nothing was left behind"), whole_directory(tmp_path / "out") as scratch:
-        (scratch / "mine").touch()
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "theirs").touch()
+
+    def write():
+        with whole_directory(tmp_path / "out") as scratch:
+            (scratch / "mine").touch()
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "theirs").touch()
+
+    with pytest.raises(RunError, match="nothing was left behind"):
+        write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
