@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from zoo import SMALL, perturb, tiny
 
-from normgeo import convert, load_model, optimize
+from normgeo import convert, decompress, load_model, optimize
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.conversion.sharded import convert_sharded
@@ -266,3 +266,11 @@ def test_offloaded_models_are_not_optimized():
 def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(to, options, tmp_path):
     with pytest.raises(ConversionError, match=r"goes with|cannot keep its head tied"):
         convert_checkpoint("no/such-model", tmp_path / "out", to=to, **options)
+
+
+def test_what_is_decompressed_has_a_cache_as_the_original(tmp_path):
+    model = convert(tiny("gpt2"), to="crmsnorm").model
+    assert model.config.use_cache
+    save(decompress(model), tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()).get("use_cache", True), name

@@ -230,3 +230,12 @@ def test_what_a_umask_withholds_is_not_given_away(tmp_path):
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "out", tmp_path / "out/file")] == [0o700, 0o600]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    def write():
+        with whole_directory(tmp_path / "out"):
+            (tmp_path / "missing").read_bytes()
+
+    with pytest.raises(RunError, match="missing'; nothing was left behind"):
+        write()

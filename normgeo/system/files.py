@@ -277,7 +277,9 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
             before = "what was there before is intact: make space and resume" if replace else "nothing was left behind"
             raise RunError(f"cannot write {out}: the disk is full; {before}") from error
         if isinstance(error, OSError):
-            raise RunError(f"cannot write {out}: {error.strerror or error}; nothing was left behind") from error
+            elsewhere = error.filename is not None and str(scratch) not in str(error.filename)  # as of what is copied
+            why = str(error) if elsewhere else error.strerror or str(error)
+            raise RunError(f"cannot write {out}: {why}; nothing was left behind") from error
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
