@@ -190,7 +190,8 @@ def decompress(model: PreTrainedModel) -> Conversion:
     _note(exact, recipe)
     result = copy.deepcopy(exact)
     for own, given in zip(*((m.config, m.config.get_text_config()) for m in (result, model)), strict=True):
-        own.use_cache = getattr(given, "use_cache", True)  # which a copy to look into has not
+        vars(own).pop("use_cache", None)  # of a copy to look into
+        vars(own).update({name: value for name, value in vars(given).items() if name == "use_cache"})
     stored = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     dtypes = {name: value.dtype for name, value in stored}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
