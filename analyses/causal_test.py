@@ -46,7 +46,7 @@ def compute(
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """What either conversion changes, on logarithmic axes; no change at all is an open marker at the edge."""
     panels = {
-        "perplexity, change either way (%)": 100 * (frame.perplexity / frame.perplexity.iloc[0] - 1).abs(),
+        "|perplexity change| (%)": 100 * (frame.perplexity / frame.perplexity.iloc[0] - 1).abs(),
         "mean KL (nats)": frame.kl_mean,
         "other token preferred (%)": 100 * (1 - frame.top1),
         "logits, rms error (%)": 100 * frame.error_rms_rel,
