@@ -166,7 +166,9 @@ def reshape(model: nn.Module, name: str, value: Tensor) -> None:
     for attribute, axis in SIZES.items():
         if last == "weight" and axis < old.ndim and getattr(module, attribute, None) == old.shape[axis]:
             setattr(module, attribute, value.shape[axis])
-    setattr(module, last, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+    if isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, old.requires_grad)
+    setattr(module, last, value)
 
 
 def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:

@@ -41,9 +41,10 @@ def normgeo(monkeypatch, capsys, tmp_path):
 
 def test_command_on_saved_models(normgeo, tmp_path):
     words = ("gpt2", "llama", "--data", "ids.npy", "--naive", "--null", 4, "--rounds", 1)
-    status, out, _ = normgeo(*words, "--out", "new/here")
+    status, out, said = normgeo(*words, "--out", "new/here")
     assert status == 0
-    assert "128 tokens of ids.npy" in out
+    assert "128 tokens of ids.npy" in said
+    assert "128 tokens of ids.npy" not in out  # which may be piped on
     for line in ("gpt2, naive RMSNorm", "KL, mean (nats)", "new/here: comparison.json"):
         assert line in out
     frame = pd.read_parquet(tmp_path / "new/here/comparison.parquet")
@@ -59,9 +60,9 @@ def test_command_on_saved_models(normgeo, tmp_path):
 
 def test_command_on_the_embedded_pair(normgeo, tmp_path):
     words = ("embedded-layernorm", "embedded-rmsnorm", "--tokens", 600, "--context", 100, "--null", 4, "--rounds", 0)
-    status, out, _ = normgeo(*words)
+    status, _, said = normgeo(*words)
     assert status == 0
-    assert "600 tokens of sample in contexts of 100" in out
+    assert "600 tokens of sample in contexts of 100" in said
     (written,) = (tmp_path / "runs").iterdir()
     assert written.name.startswith("compare-embedded-layernorm-embedded-rmsnorm-")
     assert comparison.default_stem(words[0], words[1]).name == written.name

@@ -268,7 +268,7 @@ def test_the_command_under_torchrun(tmp_path):
     start_capture(CaptureConfig(run, chunk_bytes=1 << 20), tmp_path / "one", progress=False)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert out.count("exactly") == out.count("store.json") == 1
+    assert err.count("exactly") == out.count("store.json") == 1
     assert content(tmp_path / "two") == content(tmp_path / "one")
     for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()

@@ -9,9 +9,10 @@ from training_zoo import small, trained
 
 from normgeo import convert, find_sites, load_model
 from normgeo.errors import ConversionError
+from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm
 from normgeo.training import twins
-from normgeo.training.compressed import compressed
+from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import NORMS
 from normgeo.training.twins import build_twin, save_twin, train_tokenizer
 
@@ -30,10 +31,20 @@ def test_twins_start_from_the_same_weights():
     assert all(m.d == 32 for m in built["pre-crmsnorm"].modules() if isinstance(m, CRMSNorm))
 
 
-def losses_in_float64(model, ids, steps=50):
+def moved(model):
+    """A model in float64 with gains and biases that are not 1 and 0."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.double().parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model.eval()
+
+
+def losses_in_float64(model, inputs, labels, steps=50):
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
     for _ in range(steps):
-        loss = cross_entropy(model.train()(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        logits = model.train()(**inputs).logits
+        loss = cross_entropy(logits.flatten(0, -2), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -41,25 +52,51 @@ def losses_in_float64(model, ids, steps=50):
     return losses
 
 
-def test_forms_follow_the_pre_ln_model():
+@pytest.mark.parametrize("arch", ["gpt2", "vit"])
+def test_forms_follow_the_pre_ln_model(arch, tiny):
     """Pre-RMSNorm and Pre-CRMSNorm from converted weights: one loss curve (*Pre-RMSNorm* section 3.4)."""
-    plain = twins._pre_ln("pre-crmsnorm", small(layers=2, dropout=0.0), 48, 0).double()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    if arch == "gpt2":
+        plain = moved(twins._pre_ln("pre-crmsnorm", small(layers=2, dropout=0.0), 48, 0))
+        inputs, labels = {"input_ids": torch.randint(48, (4, 16), generator=generator)}, 48
+    else:
+        plain = moved(widened(tiny("vit")))
+        size = plain.config.image_size
+        inputs = {"pixel_values": torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)}
+        labels = plain.config.num_labels
+    forms = [convert(plain, trainable=True).model, compressed(plain)]
+    width = plain.config.hidden_size
+    assert {m.d for m in forms[1].modules() if isinstance(m, CRMSNorm)} == {width}
     with torch.no_grad():
-        for p in plain.parameters():  # gains and biases that are not 1 and 0
-            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    ids = torch.randint(0, 48, (4, 16), generator=generator)
-    forms = [convert(plain.eval(), trainable=True).model, compressed(plain)]
-    expected = losses_in_float64(plain, ids)
-    assert expected[-1] < 0.6 * expected[0]
+        labels = torch.randint(labels, plain(**inputs).logits.shape[:-1], generator=generator)
+    expected = losses_in_float64(plain, inputs, labels)
+    assert expected[-1] < 0.8 * expected[0]
     for form in forms:
-        losses = losses_in_float64(form, ids)
+        losses = losses_in_float64(form, inputs, labels)
         assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
 
 
-def test_only_gpt2_has_a_compressed_form(tiny):
-    with pytest.raises(ConversionError, match="no Pre-CRMSNorm training form"):
-        compressed(tiny("gpt_neox"))
+@pytest.mark.parametrize("arch", ["gpt_neox", "opt"])
+def test_compressed_forms_of_others(arch, tiny):
+    plain = moved(tiny(arch))
+    form, inputs = compressed(plain), example_inputs(plain)
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(form(**inputs).logits, plain(**inputs).logits, rtol=1e-9, atol=1e-9)
+    assert max(m.d for m in form.modules() if isinstance(m, CRMSNorm)) == plain.config.hidden_size - 1
+
+
+@pytest.mark.parametrize(("arch", "why"), [("bert", "reads its stream"), ("bloom", "no LayerNorm that linear layers")])
+def test_models_without_a_compressed_form(arch, why, tiny):
+    with pytest.raises(ConversionError, match=f"no Pre-CRMSNorm training form: .*{why}.*train it as pre-rmsnorm"):
+        compressed(tiny(arch))
+
+
+def test_a_compressed_form_with_other_outputs_is_refused(tiny, monkeypatch):
+    """Folding that forgets the sum of what the norm gives."""
+    monkeypatch.setattr(Reader, "folded", lambda self: (self.inner.weight.T[:, :-1], self.inner.bias))
+    with pytest.raises(ConversionError, match="outputs would change"):
+        compressed(tiny("gpt2"))
 
 
 @pytest.mark.parametrize("norm", NORMS)

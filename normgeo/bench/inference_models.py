@@ -23,9 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from normgeo.conversion.centering import SIDE
 from normgeo.conversion.convert import affine_of, convert
-from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.optimize import optimize
-from normgeo.conversion.shallow import shallow_gauge
+from normgeo.conversion.shallow import gauge_of
 from normgeo.converted import put
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.kernels import norm_ops
@@ -280,12 +279,7 @@ def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequen
     wanted = {VARIANTS[name].base for name in variants} - {"original"}
     if not is_layernorm:
         return {"original": original} | {name: _with_own_norms(shared_copy(original), sites) for name in wanted}
-    gauge = None
-    if wanted:
-        try:
-            gauge = shallow_gauge(type(original), original.config)
-        except NormGeoError:  # an architecture that is not the same with fewer layers
-            gauge = find_gauge(original)
+    gauge = gauge_of(original) if wanted else None
     options: dict[str, dict[str, Any]] = {
         "pre-rmsnorm": {}, "pre-crmsnorm": {"to": "crmsnorm"}, "pre-crmsnorm-padded": {"to": "crmsnorm", "padded": True}
     }  # fmt: skip

@@ -9,7 +9,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from normgeo.cli.app import app, console, quiet, resumable, warn
+from normgeo.cli.app import app, console, note, quiet, resumable, warn
 from normgeo.cli.options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError
 
@@ -81,7 +81,7 @@ def angles(
         refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--scheduler", "--out")
         table, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, scheduler=scheduler,
-            announce=console.print,
+            announce=note,
         )  # fmt: skip
         _summary(table.frame, where)
         return
@@ -90,8 +90,8 @@ def angles(
     if resume is not None:
         refuse_beside("--resume")
         with _resumable(resume):
-            steps = checkpoint_angles.resume_checkpoints(resume, announce=console.print)
-            frame = runs.resume_run(resume, announce=console.print).frame if steps is None else steps
+            steps = checkpoint_angles.resume_checkpoints(resume, announce=note)
+            frame = runs.resume_run(resume, announce=note).frame if steps is None else steps
         _summary(frame, resume)
         return
     if model and checkpoints:
@@ -109,10 +109,10 @@ def angles(
             "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
         )  # fmt: skip
         with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where):
-            frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=console.print)
+            frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note)
     else:
         with claimed(out, runs.default_stem(names)) as where, _resumable(where):
-            frame = runs.start_run(config, where, announce=console.print).frame
+            frame = runs.start_run(config, where, announce=note).frame
     _summary(frame, where)
 
 

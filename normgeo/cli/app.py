@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -12,18 +11,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-__all__ = ["app", "bench_app", "console", "quiet", "resumable", "warn"]
+from normgeo.system.progress import meanwhile, printer
+
+__all__ = ["app", "bench_app", "console", "note", "quiet", "resumable", "warn"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
-console = Console(
-    width=None if sys.stdout.isatty() else 132,  # a pipe or a log has no width of its own
-    markup=False, emoji=False,  # names of models and files may have brackets and colons in them
-)  # fmt: skip
+console = printer()
+"""For results; what is said meanwhile goes to standard error, by `note` and `warn`."""
 
 
 def _version(wanted: bool | None) -> None:
@@ -42,9 +40,14 @@ def root(
     """Geometric analysis of the normalization layers of transformers."""
 
 
+def note(*parts: object) -> None:
+    """Say what is going on."""
+    meanwhile.print(*parts)
+
+
 def warn(text: str) -> None:
-    """Print a warning."""
-    console.print(Text.assemble(("warning", "yellow"), f": {text}"))
+    """Say what may be wrong."""
+    meanwhile.print(Text.assemble(("warning", "yellow"), f": {text}"))
 
 
 def quiet() -> None:
@@ -69,5 +72,5 @@ def resumable(command: str, where: Path | str, begun: Callable[[], bool]) -> Ite
 
         if is_first():
             go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}" if begun() else ""
-            console.print(f"interrupted{go_on}")
+            note(f"interrupted{go_on}")
         raise typer.Exit(130) from None

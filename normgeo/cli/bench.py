@@ -9,7 +9,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from normgeo.cli.app import bench_app, console, quiet
+from normgeo.cli.app import bench_app, console, note, quiet
 from normgeo.errors import NormGeoError
 from normgeo.system.files import check_file, write_table
 
@@ -83,7 +83,7 @@ def bench_inference(
             lengths=lengths, phases=("forward", *["decode"] * decode),
             modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
             seed=seed,
-            announce=lambda line: console.print(line, highlight=False),
+            announce=note,
         )  # fmt: skip
         frames.append(raw)
         _inference(inference_bench.summary(raw))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet, warn
+from normgeo.cli.app import app, console, note, quiet, warn
 from normgeo.cli.options import Knowing, refuse_beside
 
 
@@ -53,7 +53,7 @@ def convert(
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
-        trust_remote_code=trust_remote_code, announce=console.print,
+        trust_remote_code=trust_remote_code, announce=note,
     )  # fmt: skip
     console.print(conversion.certificate.table())
     for name, why in conversion.kept.items():
@@ -105,7 +105,7 @@ def compare(
         result = compare_run(
             a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device,
             dtype=dtype, null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code,
-            announce=console.print,
+            announce=note,
         )  # fmt: skip
     console.print(result.table(console.width), highlight=False)
     console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

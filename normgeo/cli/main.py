@@ -6,12 +6,12 @@ import io
 import signal
 import sys
 
-from rich.console import Console
 from rich.text import Text
 
 from normgeo.cli import angles, bench, conversion, store, train  # noqa: F401  (they register themselves)
 from normgeo.cli.app import app
 from normgeo.errors import NormGeoError
+from normgeo.system.progress import meanwhile
 
 __all__ = ["app", "main"]
 
@@ -30,5 +30,5 @@ def main() -> None:
         if debug:
             raise
         line = str(error) if isinstance(error, NormGeoError) else f"{error or 'out of memory'}; --debug shows where"
-        Console(stderr=True).print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
+        meanwhile.print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
         sys.exit(1)

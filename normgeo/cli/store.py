@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet, resumable
+from normgeo.cli.app import app, console, note, quiet, resumable
 from normgeo.cli.options import Knowing, refuse_beside
 from normgeo.errors import NormGeoError, StoreError
 
@@ -50,14 +50,14 @@ def capture(
     with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None):
         if resume:
             refuse_beside("--resume")
-            capturing.resume_capture(resume, announce=console.print)
+            capturing.resume_capture(resume, announce=note)
         else:
             run = RunConfig(
                 (str(model),), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed,
                 sites, qk, "none", revision, trust_remote_code,
             )  # fmt: skip
             config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
-            capturing.start_capture(config, where, announce=console.print)
+            capturing.start_capture(config, where, announce=note)
     if is_first():
         console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
 

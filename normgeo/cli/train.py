@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, quiet, resumable
+from normgeo.cli.app import app, console, note, quiet, resumable
 from normgeo.cli.options import Knowing, refuse_beside
 
 
@@ -62,7 +62,7 @@ def train(
 
     def report(kind: str, row: dict[str, float]) -> None:
         values = {k: float(f"{v:.5g}") for k, v in row.items() if k != "step"}  # rates are small numbers
-        console.print(kind, {"step": int(row["step"])} | values)
+        note(kind, {"step": int(row["step"])} | values)
 
     with resumable("train", where, (where / "train.json").is_file):
         if resume:

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift, find_gauge
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, NormGeoError
 from normgeo.sites import NormSite
 
-__all__ = ["Spread", "check_alike", "empty_model", "shallow_gauge", "shallow_model", "spread"]
+__all__ = ["Spread", "check_alike", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread"]
 
 DEPTHS = (3, 4, 5, 6)
 
@@ -195,6 +195,14 @@ def shallow_gauge(cls: type[PreTrainedModel], config: PretrainedConfig, *, train
     """
     small, to = shallow_model(cls, config)
     return deepened(find_gauge(small, training=training), to)
+
+
+def gauge_of(model: PreTrainedModel) -> Gauge:
+    """The gauge of a model whose weights are no special ones, from few of its layers where they are alike."""
+    try:
+        return shallow_gauge(type(model), model.config)
+    except NormGeoError:  # an architecture that is not the same with fewer layers
+        return find_gauge(model)
 
 
 def deepened(gauge: Gauge, to: Spread) -> Gauge:

@@ -1,7 +1,8 @@
-"""The progress bar: tokens done, tokens a second, time left."""
+"""What is said meanwhile, on standard error: lines, and the bar with tokens done, tokens a second, time left."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,17 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["progress_bar"]
+__all__ = ["meanwhile", "printer", "progress_bar"]
+
+
+def printer(stderr: bool = False) -> Console:
+    """A console that takes text as it is, since names of models and files may have brackets and colons in them."""
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 132  # a pipe or a log has none of its own
+    return Console(stderr=stderr, width=width, markup=False, emoji=False)
+
+
+meanwhile = printer(stderr=True)
+"""One for lines and bars, so that lines go above the bar."""
 
 
 class _Rate(ProgressColumn):
@@ -35,6 +46,6 @@ def progress_bar(label: str, total: int, *, done: int = 0, enabled: bool = True)
         _Rate(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bar:
+    with Progress(*columns, console=meanwhile, disable=not enabled) as bar:
         task = bar.add_task(label, total=total, completed=done)
         yield lambda tokens: bar.advance(task, tokens)

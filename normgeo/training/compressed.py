@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
-from transformers import GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from normgeo.conversion.gauge import find_gauge
+from normgeo.conversion.gauge import Gauge, find_gauge
+from normgeo.conversion.probing import INVISIBLE, float64_copy, outputs_of, same
+from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import Centered
-from normgeo.converted import SIZES, reshape
-from normgeo.errors import ConversionError
+from normgeo.converted import SIZES, put, reshape
+from normgeo.errors import ConversionError, NormGeoError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm
 
@@ -76,16 +78,18 @@ class Reader(nn.Module):
 
 
 def compressed(model: PreTrainedModel) -> PreTrainedModel:
-    """The Pre-CRMSNorm training form of a GPT-2 of width d + 1: a copy with streams of width d, readers too.
+    """The Pre-CRMSNorm training form of a Pre-LN model of width d + 1: a copy with streams of width d, readers too.
+
+    It is for models all of whose norms are LayerNorms, read by linear layers alone, and whose streams are written by
+    parameters alone: GPT-2, ViT, GPT-NeoX and their like.
 
     Raises:
-        ConversionError: it is no GPT-2 with a language model's head, or has other norms than LayerNorms.
+        ConversionError: the model is no such, or the copy does not give its outputs.
     """
-    gauge = find_gauge(model, example_inputs(model))
-    plain = all(isinstance(model.get_submodule(s.name), nn.LayerNorm) for s in gauge.layernorms)
-    if not (isinstance(model, GPT2LMHeadModel) and gauge.layernorms and plain) or gauge.raw:
-        raise ConversionError(f"{type(model).__name__} has no Pre-CRMSNorm training form; train it as pre-rmsnorm")
-    result: Any = copy.deepcopy(model)
+    inputs = example_inputs(model)
+    gauge = find_gauge(model, inputs)
+    readers = _readers(model, gauge)
+    result = copy.deepcopy(model)
     for shift in gauge.writers:
         owner, _, last = shift.parameter.rpartition(".")
         module = result.get_submodule(owner)
@@ -94,14 +98,40 @@ def compressed(model: PreTrainedModel) -> PreTrainedModel:
         for attribute, axis in SIZES.items():  # the sizes that the module has noted of its weight
             if last == "weight" and axis == shift.axis and getattr(module, attribute, None) == width:
                 setattr(module, attribute, width - 1)
-    for block in result.transformer.h:
-        block.ln_1 = _unscaled(block.ln_1)
-        block.ln_2 = _unscaled(block.ln_2)
-        block.attn.c_attn = Reader(block.attn.c_attn, block.ln_1)
-        block.mlp.c_fc = Reader(block.mlp.c_fc, block.ln_2)
-    result.transformer.ln_f = _unscaled(result.transformer.ln_f)
-    result.lm_head = Reader(result.lm_head, result.transformer.ln_f)
+    for name, reading in readers.items():
+        norm = _unscaled(result.get_submodule(name))  # pyright: ignore[reportArgumentType]
+        put(result, name, norm)
+        for reader in reading:
+            put(result, reader, Reader(result.get_submodule(reader), norm))
+    try:
+        with torch.no_grad():
+            truth, found = (outputs_of(float64_copy(m, tied=True), inputs) for m in (model, result))
+        equal = same(truth, found, INVISIBLE)
+    except NormGeoError:
+        equal = False
+    if not equal:
+        raise _formless(model, "its outputs would change")
     return result
+
+
+def _readers(model: PreTrainedModel, gauge: Gauge) -> dict[str, list[str]]:
+    """The linear layers that read each norm, by name."""
+    if gauge.raw or gauge.scaled or gauge.tables or not gauge.sites:
+        raise _formless(model, "something else than LayerNorms reads its stream, or than parameters writes it")
+    found: dict[str, list[str]] = {site.name: [] for site in gauge.sites}
+    for name, _, norm in gauge.readers:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if norm in found and isinstance(owner, nn.Linear | Conv1D):
+            found[norm].append(name.rpartition(".")[0])
+    for norm, reading in found.items():
+        if not isinstance(model.get_submodule(norm), nn.LayerNorm) or not reading:
+            raise _formless(model, f"{norm} is no LayerNorm that linear layers read")
+    return found
+
+
+def _formless(model: PreTrainedModel, why: str) -> ConversionError:
+    name = type(model).__name__
+    return ConversionError(f"{name} has no Pre-CRMSNorm training form: {why}; train it as pre-rmsnorm")
 
 
 def _unscaled(old: nn.LayerNorm) -> UnscaledCRMSNorm:
@@ -112,34 +142,29 @@ def _unscaled(old: nn.LayerNorm) -> UnscaledCRMSNorm:
 
 
 @torch.no_grad()
-def widened(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """A fresh GPT-2 with one more number in its stream, in place; heads and hidden layers keep their widths.
+def widened(model: PreTrainedModel) -> PreTrainedModel:
+    """A fresh Pre-LN model with one more number in its stream, in place; heads and hidden layers keep their widths.
 
-    The new row or column of each parameter is drawn as the others were; the rest stays what it is.
+    The new row or column of each parameter is drawn as the others of a GPT-2 or a ViT were; the rest stays what it is.
     """
-    std = model.config.initializer_range
-    for name in [name for name, _ in model.named_parameters()]:  # a tied head once
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        gauge = gauge_of(model)
+    axes = {name: axis for name, axis, *_ in (*gauge.readers, *gauge.writers)}
+    std, depth = model.config.initializer_range, model.config.num_hidden_layers
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for name in [first for first, *_ in names.values()]:  # a tied head once
         old, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
-        module = model.get_submodule(owner)
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module := model.get_submodule(owner), nn.LayerNorm):
             fill = torch.tensor([1.0 if last == "weight" else 0.0]).to(old)
             setattr(module, last, nn.Parameter(torch.cat([old, fill])))
             module.normalized_shape = (len(old) + 1,)
-        elif (axis := _stream_axis(name, module)) is not None:
+        elif (axis := axes.get(name)) is not None:
             size = [1 if i == axis else n for i, n in enumerate(old.shape)]
-            scale = std / (2 * model.config.n_layer) ** 0.5 if last == "weight" and ".c_proj." in name else std
+            scale = std / (2 * depth) ** 0.5 if last == "weight" and ".c_proj." in name else std
             new = torch.zeros(size) if last == "bias" else torch.randn(size) * scale
-            reshape(model, name, torch.cat([old, new.to(old)], axis))
-    model.lm_head.weight = model.transformer.wte.weight
-    model.lm_head.in_features = model.lm_head.weight.shape[1]
+            value = nn.Parameter(torch.cat([old, new.to(old)], axis))
+            for shared in names[old]:
+                reshape(model, shared, value)
     return model
-
-
-def _stream_axis(name: str, module: nn.Module) -> int | None:
-    """Along which axis of a GPT-2 parameter the stream lies, if any."""
-    if not isinstance(module, Conv1D):
-        return 1  # the embeddings
-    writes = ".c_proj." in name
-    if name.endswith(".bias"):
-        return 0 if writes else None
-    return 1 if writes else 0  # weights are [in, out]

@@ -41,7 +41,7 @@ def _shape(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pre_ln(norm: str, recipe: Recipe, vocabulary: int, end: int | None) -> GPT2LMHeadModel:
+def _pre_ln(norm: str, recipe: Recipe, vocabulary: int, end: int | None) -> PreTrainedModel:
     """The Pre-LN model whose parameters a twin has; for Pre-CRMSNorm of width d it is one wider."""
     torch.manual_seed(recipe.seed)
     model = GPT2LMHeadModel(GPT2Config(**_shape(recipe, vocabulary, end)))
