@@ -1,4 +1,4 @@
-"""What a training step costs: norms, recentering, the rest and the optimizer (*Pre-RMSNorm* fig. 4a).
+"""What a training step costs: norms, recentering, the rest and the optimizer (*Pre-RMSNorm* fig. 4).
 
 Shares of the Pre-LN model's step, for the model without norms, the Pre-LN model and its two training forms: the step
 minus the step without the part, medians of interleaved rounds. The table is the raw times of `normgeo bench train`.
@@ -6,6 +6,8 @@ minus the step without the part, medians of interleaved rounds. The table is the
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import matplotlib.figure
@@ -39,18 +41,22 @@ def compute(run: Path | None = None) -> pd.DataFrame:
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """A bar per form, of its parts; a mark and quartiles at the whole step; a column per size."""
-    sizes = list(frame["size"].unique())
-    figure, grid = _axes.grid(1, sizes, xlabel="", height=2.6, sharey="all")
-    for axes, size in zip(grid[0], sizes, strict=True):
-        _bars(axes, breakdown(frame[frame["size"] == size]))
-    grid[0, 0].set_ylabel("share of Pre-LN's step (%)")
+    """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size."""
+    sizes = dict(list(frame.groupby("size", sort=False)))
+    names = [f"{size}, {part.batch.iloc[0]} x {part.context.iloc[0]} tokens" for size, part in sizes.items()]
+    figure, grid = _axes.grid(math.ceil(len(sizes) / 2), names[:2], xlabel="", height=2.6, sharey="all")
+    for axes, name, part in itertools.zip_longest(grid.flat, names, sizes.values()):
+        if part is None:
+            axes.set_visible(False)
+            grid[-2, 1].tick_params(labelbottom=True)
+            continue
+        axes.set_title(name)
+        _bars(axes, breakdown(part))
+    for axes in grid[:, 0]:
+        axes.set_ylabel("share of Pre-LN's step (%)")
     _axes.legend(figure, columns=3)
     about = frame.iloc[0]
-    figure.suptitle(
-        f"A training step: {about.batch} x {about.context} tokens, float32, threads: {about.threads}, {about.device}",
-        fontsize=9,
-    )
+    figure.suptitle(f"A training step: float32, threads: {about.threads}, {about.device}", fontsize=9)
     return figure
 
 

@@ -5,11 +5,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from training_zoo import small
+from transformers import ViTConfig
 
 from analyses import training_cost
-from normgeo.bench.training import FORMS, ablated, bench_training, breakdown
+from normgeo.bench.training import FORMS, ablated, bench_training, breakdown, images, task_of, text
 from normgeo.errors import DataError, NormGeoError
+from normgeo.training import twins
 from normgeo.training.recipe import SIZES
 from normgeo.training.twins import build_twin
 
@@ -66,7 +69,7 @@ def test_what_is_not_there_cannot_be_taken_away():
     with pytest.raises(NormGeoError, match="no linears to take away"):
         ablated(twin("layernorm"), "linears")
     with pytest.raises(NormGeoError, match="at least 1 round"):
-        bench_training(small(), rounds=0)
+        bench_training(text(small()), rounds=0)
 
 
 def raw(extra=0.0):
@@ -104,7 +107,7 @@ def test_known_parts_are_found_and_add_up():
 
 @pytest.fixture(scope="module")
 def measured():
-    return bench_training(small(), vocabulary=48, rounds=3)
+    return bench_training(text(small(), vocabulary=48), rounds=3)
 
 
 def test_a_time_for_every_variant_in_every_round(measured):
@@ -155,5 +158,45 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
 
 
 def test_contexts_shorter_than_the_examples():
-    frame = bench_training(small(context=4), vocabulary=48, rounds=1)
+    frame = bench_training(text(small(context=4), vocabulary=48), rounds=1)
     assert set(frame.form) == set(FORMS)
+
+
+def vit(**changes):
+    options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    return ViTConfig(**options | {"image_size": 32, "patch_size": 8, "num_labels": 5} | changes)
+
+
+def test_a_vit_in_all_forms():
+    frame = bench_training(images(vit(), batch=2), rounds=1)
+    assert set(zip(frame.form, frame.without, strict=True)) >= {(form, "norms") for form in FORMS}
+    assert frame[["layers", "d", "heads", "batch", "context", "vocabulary"]].iloc[0].tolist() == [3, 32, 4, 2, 17, 5]
+    assert set(breakdown(frame).form) == {"no-norm", *FORMS}
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_what_a_vit_writes_besides_linear_layers_is_its_input(form):
+    model = images(vit()).build(form)
+    found = lambda m: {name for name, module in m.named_modules() if is_parametrized(module)}  # noqa: E731
+    embeddings = {"vit.embeddings", "vit.embeddings.patch_embeddings.projection"}
+    assert found(ablated(model, "linears")) == embeddings
+    assert found(ablated(model, "input")) == found(model) - embeddings
+
+
+def test_forms_of_a_vit_have_its_width():
+    built = {form: images(vit()).build(form) for form in FORMS}
+    widths = {form: built[form](pixel_values=torch.zeros(1, 3, 32, 32), output_hidden_states=True) for form in FORMS}
+    assert {form: out.hidden_states[1].shape[-1] for form, out in widths.items()} == dict.fromkeys(FORMS, 32)
+    values = [dict(built[form].named_parameters()) for form in FORMS]
+    for name, value in values[0].items():  # all start from the same numbers
+        other = next(v for k, v in values[2].items() if twins.plain_name(k) == name)
+        torch.testing.assert_close(other[tuple(slice(n) for n in value.shape)], value, rtol=0, atol=0)
+
+
+def test_sizes_that_there_are():
+    assert task_of("vit-tiny", batch=2).about["context"] == 197
+    assert task_of("tiny", batch=2, context=8).about["context"] == 8
+    with pytest.raises(NormGeoError, match=r"the sizes are tiny, 70m.*vit-tiny, vit-small"):
+        task_of("vit-nano")
+    with pytest.raises(NormGeoError, match="at least 1 image"):
+        task_of("vit-tiny", batch=0)

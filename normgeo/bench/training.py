@@ -1,4 +1,4 @@
-r"""What a training step costs, and what of it the norms and the recentering are (*Pre-RMSNorm* section 3.4.1, fig. 4a).
+r"""What a training step costs, and what of it the norms and the recentering are (*Pre-RMSNorm* section 3.4.1, fig. 4).
 
 By ablation: of each form copies run that lack one part, and a part is what the step takes longer with it. That counts
 all a part causes (kernels, autograd's records, memory traffic), forward and backward, which timers around modules do
@@ -12,7 +12,8 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,19 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers.pytorch_utils import Conv1D
 
+from normgeo.bench.inference_models import SIZES
+from normgeo.conversion.convert import convert
+from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
 from normgeo.errors import NormGeoError
 from normgeo.models import usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import circumstances, interleaved, synchronize
-from normgeo.training.compressed import Reader
-from normgeo.training.recipe import Recipe
+from normgeo.training.compressed import Reader, compressed, widened
+from normgeo.training.recipe import Recipe, recipe_for
 from normgeo.training.twins import build_twin
 
-__all__ = ["FORMS", "PARTS", "ablated", "bench_training", "breakdown"]
+__all__ = ["FORMS", "PARTS", "Task", "ablated", "bench_training", "breakdown", "images", "task_of", "text"]
 
 FORMS = ("layernorm", "pre-rmsnorm", "pre-crmsnorm")
 """The Pre-LN model and its two training forms."""
@@ -43,9 +48,103 @@ PARTS = ("norms", "linears", "input", "rest", "optimizer")
 WITHOUT = {"layernorm": ("norms",), "pre-rmsnorm": PARTS[:3], "pre-crmsnorm": PARTS[:3]}
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a step trains, and on what.
+
+    Attributes:
+        build: a fresh model in one of `FORMS`.
+        inputs: what it is given, on the CPU.
+        labels: what it should say.
+        loss: of its logits and the labels.
+        recipe: AdamW's numbers.
+        about: what is noted in the result; `context` is tokens in a sequence, of which an image is one, and
+            `vocabulary` how many things there are to tell apart.
+    """
+
+    build: Callable[[str], PreTrainedModel]
+    inputs: dict[str, Tensor]
+    labels: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    recipe: Recipe
+    about: dict[str, int]
+
+
+def text(recipe: Recipe, *, vocabulary: int = 4096, seed: int = 0) -> Task:
+    """The next token of random ids by a GPT-2, `batch` x `context` of its recipe in a step, without dropout.
+
+    Raises:
+        NormGeoError: there is no token.
+    """
+    if vocabulary < 1:
+        raise NormGeoError(f"a vocabulary has at least 1 token, received {vocabulary}")
+    recipe = replace(recipe, dropout=0.0)
+    ids = torch.randint(vocabulary, (recipe.batch, recipe.context), generator=torch.Generator().manual_seed(seed))
+    return Task(
+        lambda form: build_twin(form, recipe, vocabulary),
+        {"input_ids": ids},
+        ids[:, 1:].flatten(),
+        lambda logits, labels: cross_entropy(logits[:, :-1].flatten(0, 1), labels),
+        recipe,
+        _about(recipe.layers, recipe.d, recipe.heads, recipe.batch, recipe.context, vocabulary),
+    )
+
+
+def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
+    """Classes of random images by a ViT, without dropout, as DeiT is trained (*Pre-RMSNorm* section 4.1).
+
+    The Pre-CRMSNorm form has streams of the configuration's width, and stands for a ViT that is one wider.
+
+    Raises:
+        NormGeoError: there is no image.
+    """
+    if batch < 1:
+        raise NormGeoError(f"a batch has at least 1 image, received {batch}")
+    side: Any = config.image_size
+    patches, classes = (side // config.patch_size) ** 2, int(config.num_labels)  # pyright: ignore
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(batch, config.num_channels, side, side, generator=generator)
+    labels = torch.randint(classes, (batch,), generator=generator)
+
+    def build(form: str) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        model = ViTForImageClassification(config)
+        if form == "pre-crmsnorm":
+            return compressed(widened(model))
+        return convert(model, gauge=gauge_of(model), trainable=True).model if form == "pre-rmsnorm" else model
+
+    return Task(
+        build,
+        {"pixel_values": pixels},
+        labels,
+        cross_entropy,
+        recipe_for("tiny"),
+        _about(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, batch, patches + 1, classes),
+    )
+
+
+def _about(layers: int, d: int, heads: int, batch: int, context: int, vocabulary: int) -> dict[str, int]:
+    return {"layers": layers, "d": d, "heads": heads, "batch": batch, "context": context, "vocabulary": vocabulary}
+
+
+def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 4096, seed: int = 0) -> Task:
+    """The task of a size: a ViT of *Pre-RMSNorm* table 2 by its name, `vit-tiny`, else a GPT-2 that `train` takes.
+
+    Raises:
+        NormGeoError: there is no such size.
+    """
+    if size.startswith("vit-") and size in SIZES:
+        return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
+    try:
+        recipe = recipe_for(size, batch=batch, context=context)
+    except NormGeoError as error:
+        raise NormGeoError(f"{error}, {', '.join(name for name in SIZES if name.startswith('vit-'))}") from None
+    return text(recipe, vocabulary=vocabulary, seed=seed)
+
+
 @torch.no_grad()
 def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
-    """A copy of a GPT-2 in one of its forms without a part: `norms`, `linears` or `input`; what is left is shared.
+    """A copy of a model in one of its forms without a part: `norms`, `linears` or `input`; what is left is shared.
 
     Norms become the identity. Recentered and folded parameters become plain ones of the values that they act with, so
     that without `linears` or `input` the outputs are the same.
@@ -60,7 +159,7 @@ def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
             setattr(result.get_submodule(owner), last, nn.Identity())
         elif part == "linears" and isinstance(module, Reader):
             setattr(result.get_submodule(owner), last, _plain(module))
-        elif part == ("input" if isinstance(module, nn.Embedding) else "linears") and is_parametrized(module):
+        elif part == ("linears" if isinstance(module, nn.Linear | Conv1D) else "input") and is_parametrized(module):
             unparametrized(module)
         else:
             continue
@@ -80,26 +179,19 @@ def _plain(reader: Reader) -> nn.Linear:
 
 
 def bench_training(
-    recipe: Recipe,
-    *,
-    vocabulary: int = 4096,
-    rounds: int = 100,
-    device: str = "cpu",
-    seed: int = 0,
-    progress: bool = False,
+    task: Task, *, rounds: int = 100, device: str = "cpu", seed: int = 0, progress: bool = False
 ) -> pd.DataFrame:
     """Time training steps of the three forms, of copies without one part, and of the model without norms, interleaved.
 
-    Every variant takes one step a round, in random order, on the same random ids, in float32 without dropout; a round
-    before them warms up. Only whole forms have an optimizer, whose learning rate is 0: it does its work, and the
-    weights stay where they are. Memory is not given back to the system meanwhile.
+    Every variant takes one step a round, in random order, on the same inputs, in float32; a round before them warms up.
+    Only whole forms have an optimizer, whose learning rate is 0: it does its work, and the weights stay where they are.
+    Memory is not given back to the system meanwhile.
 
     Args:
-        recipe: width, layers, heads, `batch` x `context` tokens a step, and AdamW's numbers.
-        vocabulary: tokens that there are: rows of the embedding, which the training forms recenter whole.
+        task: what is trained, as `text` and `images` make it.
         rounds: how many; quartiles want 100.
         device: cpu or a CUDA device.
-        seed: of the ids and of the order.
+        seed: of the order.
         progress: show a progress bar.
 
     Returns:
@@ -108,52 +200,49 @@ def bench_training(
         where. The form without norms is `layernorm` without `norms`. `breakdown` makes shares of them.
 
     Raises:
-        NormGeoError: fewer than one round or token, or no such device.
+        NormGeoError: fewer than one round, or no such device.
     """
     if rounds < 1:
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
-    if vocabulary < 1:
-        raise NormGeoError(f"a vocabulary has at least 1 token, received {vocabulary}")
     device = usable_device(device)
-    ids = torch.randint(vocabulary, (recipe.batch, recipe.context), generator=torch.Generator().manual_seed(seed))
-    steps = _variants(recipe, vocabulary, ids.to(device))
+    steps = _variants(task, device)
     measures = {" without ".join(name): step for name, step in steps.items()}
-    rows, total = [], rounds * len(steps) * ids.numel()
-    with progress_bar("steps", total, enabled=progress) as advance:
+    tokens = task.about["batch"] * task.about["context"]
+    rows = []
+    with progress_bar("steps", rounds * len(steps) * tokens, enabled=progress) as advance:
         for number, name, (passes, optimizer) in interleaved(measures, rounds=rounds, seconds=math.inf, seed=seed):
             form, _, without = name.partition(" without ")
             found = {"round": number, "form": form, "without": without}
             rows.append(found | {"forward_backward": passes, "optimizer": optimizer})
-            advance(ids.numel())
-    return pd.DataFrame(rows).assign(
-        **circumstances(torch.device(device)), layers=recipe.layers, d=recipe.d, heads=recipe.heads,
-        batch=recipe.batch, context=recipe.context, vocabulary=vocabulary, rounds=rounds,
-    )  # fmt: skip
+            advance(tokens)
+    return pd.DataFrame(rows).assign(**circumstances(torch.device(device)), **task.about, rounds=rounds)
 
 
 Step = Callable[[], tuple[float, float]]
 
 
-def _variants(recipe: Recipe, vocabulary: int, ids: Tensor) -> dict[tuple[str, str], Step]:
+def _variants(task: Task, device: str) -> dict[tuple[str, str], Step]:
     """By form and what it lacks: a step, which gives seconds of forward and backward, and of the optimizer."""
-    recipe, steps = replace(recipe, dropout=0.0), {}
+    task = replace(task, inputs={k: v.to(device) for k, v in task.inputs.items()}, labels=task.labels.to(device))
+    steps = {}
     for form in FORMS:
-        whole = build_twin(form, recipe, vocabulary).to(ids.device).train()  # pyright: ignore[reportArgumentType]
+        whole = task.build(form).to(device).train()  # pyright: ignore[reportArgumentType]
         for part in WITHOUT[form]:
-            steps[form, part] = _step(ablated(whole, part), whole, None, ids)
-        steps[form, ""] = _step(whole, whole, recipe, ids)
+            steps[form, part] = _step(task, ablated(whole, part), whole)
+        steps[form, ""] = _step(task, whole)
     return steps
 
 
-def _step(model: PreTrainedModel, whole: PreTrainedModel, recipe: Recipe | None, ids: Tensor) -> Step:
-    """A step of a whole form, or without `recipe` and optimizer of an ablated copy, which shares parameters with it."""
-    parameters, adam = [*model.parameters(), *whole.parameters()], None
-    if recipe is not None:
+def _step(task: Task, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> Step:
+    """A step of a whole form, or without optimizer of an ablated copy of `whole`, which shares parameters with it."""
+    parameters, adam = [*model.parameters(), *(whole.parameters() if whole else ())], None
+    options = {"use_cache": False} if "input_ids" in task.inputs else {}
+    if whole is None:
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": task.recipe.weight_decay},
             {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, recipe.beta2))
+        adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, task.recipe.beta2))
 
     def clock() -> float:
         synchronize(model.device)
@@ -161,11 +250,10 @@ def _step(model: PreTrainedModel, whole: PreTrainedModel, recipe: Recipe | None,
 
     def step() -> tuple[float, float]:
         start = clock()
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        task.loss(model(**task.inputs, **options).logits, task.labels).backward()
         middle = clock()
-        if adam is not None and recipe is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        if adam is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.recipe.clip)
             adam.step()
         end = clock()
         for p in parameters:

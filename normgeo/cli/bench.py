@@ -174,8 +174,10 @@ def bench_store(
 
 @bench_app.command("train")
 def bench_train(
-    sizes: Annotated[str, typer.Option(help="Sizes that `train` takes, with commas between.")] = "tiny,70m",
-    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    sizes: Annotated[
+        str, typer.Option(help="Sizes that `train` takes, and vit-tiny to vit-giant, with commas between.")
+    ] = "tiny,70m",
+    batch: Annotated[int, typer.Option(help="Sequences or images in a step.")] = 4,
     context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
@@ -186,16 +188,13 @@ def bench_train(
     import pandas as pd
 
     from normgeo.bench import training as training_bench
-    from normgeo.training.recipe import recipe_for
 
     quiet()
     check_file(out)
-    raw = []
-    recipes = {size: recipe_for(size, batch=batch, context=context) for size in _words(sizes, "--sizes")}
-    for size, recipe in recipes.items():
-        times = training_bench.bench_training(
-            recipe, vocabulary=vocabulary, rounds=rounds, device=device, progress=True
-        )
+    raw, options = [], {"batch": batch, "context": context, "vocabulary": vocabulary}
+    tasks = {size: training_bench.task_of(size, **options) for size in _words(sizes, "--sizes")}
+    for size, task in tasks.items():
+        times = training_bench.bench_training(task, rounds=rounds, device=device, progress=True)
         raw.append(times.assign(size=size))
         frame = training_bench.breakdown(times)
         about = frame.iloc[0]
@@ -206,8 +205,8 @@ def bench_train(
                 f"{100 * row['q25']:.2f} to {100 * row['q75']:.2f}%", f"{row['seconds']:.4f}",
             )  # fmt: skip
         console.print(
-            f"{size}: {batch} x {context} tokens, {rounds} interleaved steps, float32, {about.threads} threads of "
-            f"{about.device}, torch {about.torch}"
+            f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, float32, {about.threads} threads "
+            f"of {about.device}, torch {about.torch}"
         )
         console.print(table)
         write_table(pd.concat(raw, ignore_index=True), out)
