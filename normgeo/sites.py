@@ -59,6 +59,7 @@ class NormSite:
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
         call: which of several calls in one forward pass, for modules that layers share.
         dtype: of the vectors, as torch names it.
+        time_major: whether its input is laid out [time, batch, d].
     """
 
     name: str
@@ -74,6 +75,7 @@ class NormSite:
     head_major: bool = False
     call: int = 0
     dtype: str = "float32"
+    time_major: bool = False
 
     @property
     def key(self) -> str:
@@ -132,14 +134,14 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     made = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
     trace, found = _norms(model, made)
     heads = {call.inputs[0].shape[1] for call, _ in found if call.inputs[0].ndim == 4}
-    if inputs is None and any(_is_square(call.inputs[0]) for call, _ in found) and _tokens(made) is not None:
+    if inputs is None and any(_is_square(call.inputs[0]) for call, _ in found) and "input_ids" in made:
         other = max(set(range(2, 7)) - heads)  # as many heads as tokens: which are which would not show
         made = example_inputs(model, other, cross=False)
         trace, found = _norms(model, made)
     if not found:
         hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
         raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
-    sites = _placed(found, trace, _bases(model), n_tokens=_tokens(made))
+    sites = _placed(found, trace, _bases(model), made.get("input_ids"))
     return [site for site in sites if qk or site.role != "qk"]
 
 
@@ -173,9 +175,9 @@ def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:
     return found
 
 
-def _tokens(inputs: dict[str, Tensor]) -> int | None:
-    ids = inputs.get("input_ids")
-    return None if ids is None else ids.numel()
+def _is_time_major(x: Tensor, ids: Tensor | None) -> bool:
+    """Whether a norm's input has time first; with as many sequences as tokens in each that would not show."""
+    return ids is not None and ids.ndim == 2 and x.ndim > 2 and x.shape[:2] == ids.shape[::-1] != ids.shape
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -255,9 +257,10 @@ def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
 
 
 def _placed(
-    found: list[tuple[_Call, Behaviour]], trace: _Trace, bases: list[tuple[str, str]], n_tokens: int | None
+    found: list[tuple[_Call, Behaviour]], trace: _Trace, bases: list[tuple[str, str]], ids: Tensor | None
 ) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
+    n_tokens = None if ids is None else ids.numel()
     norms = [call for call, _ in found]
     calls: dict[str, int] = defaultdict(int)
     sites = []
@@ -276,7 +279,7 @@ def _placed(
             NormSite(
                 call.name, behaviour.kind, role, _layer_at(call, stack, layer, trace), stack, d, behaviour.eps,
                 behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
-                str(call.inputs[0].dtype).removeprefix("torch."),
+                str(call.inputs[0].dtype).removeprefix("torch."), _is_time_major(call.inputs[0], ids),
             )
         )  # fmt: skip
     return sites

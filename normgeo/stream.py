@@ -67,20 +67,31 @@ class Sink(Protocol):
         """The batch has gone through the model."""
 
 
+Handed = dict[tuple[int, str], int]
+"""How many vectors a site, by its index, gave of a phase in one pass."""
+
+
 @contextmanager
-def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[None]:
-    """While inside, every call of a site's module hands its input and output to the sinks; afterwards nothing stays."""
+def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[Handed]:
+    """While inside, every call of a site's module hands its input and output to the sinks; afterwards nothing stays.
+
+    Gives what was handed in the pass that began last.
+    """
     by_name: dict[str, dict[int, int]] = defaultdict(dict)
     for index, site in enumerate(sites):
         by_name[site.name][site.call] = index
     modules = dict(model.named_modules())
     calls: dict[str, int] = {}
+    handed: Handed = {}
 
     def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
         hidden = hidden.detach()
         if sites[site].head_major:
             hidden = hidden.transpose(1, 2)  # token order
+        elif sites[site].time_major:
+            hidden = hidden.transpose(0, 1)
         rows = hidden.reshape(-1, sites[site].d)
+        handed[site, phase] = len(rows)
         for sink in sinks:
             sink.take(site, phase, rows)
 
@@ -104,6 +115,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
 
     def reset(*_: Any) -> None:
         calls.update(dict.fromkeys(by_name, 0))
+        handed.clear()
 
     with ExitStack() as registered:
         reset()
@@ -112,7 +124,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
             before, after = hooks(name)
             registered.enter_context(modules[name].register_forward_pre_hook(before, with_kwargs=True))
             registered.enter_context(modules[name].register_forward_hook(after))
-        yield
+        yield handed
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:
@@ -182,38 +194,29 @@ def vocabulary(model: PreTrainedModel) -> int:
         ) from error
 
 
-class _Counts:
-    """A sink of how many vectors each site has seen."""
-
-    def __init__(self) -> None:
-        self.vectors: dict[int, int] = {}
-
-    def begin(self, batch: TokenBatch) -> None: ...
-
-    def take(self, site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
-        self.vectors[site] = len(hidden)
-
-    def end(self) -> None: ...
-
-
 def check_pass(model: PreTrainedModel, sites: Sequence[NormSite], context: int) -> None:
     """Refuse, before anything is measured, a model that a context of token ids does not take through all its sites.
 
     Raises:
         ModelError: the pass fails, or does not call a site once for every token.
     """
-    seen = _Counts()
     with own_errors(model):
         ids = example("input_ids", model, context, torch.Generator().manual_seed(0))[:1].numpy()
-        list(stream(model, sites, [TokenBatch(ids, ids, 0)], [seen]))
+        list(stream(model, sites, [TokenBatch(ids, ids, 0)], []))
+
+
+def _check_handed(model: PreTrainedModel, sites: Sequence[NormSite], handed: Handed, batch: TokenBatch) -> None:
+    """Refuse a pass in which a site has not seen every token: vectors would be taken for those of other tokens."""
     for index, site in enumerate(sites):
-        vectors = seen.vectors.get(index, 0)
-        if vectors != context * site.heads:
-            raise ModelError(
-                f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {context} token ids alone, "
-                f"not {site.heads} for each; leave it out (--sites takes roles and name patterns of others), or, where "
-                "the model pads, give --tokens in whole contexts of a length that it takes as they are"
-            )
+        for phase in ("pre", "post"):
+            if (vectors := handed.get((index, phase), 0)) != batch.n_tokens * site.heads:
+                at = f", from token {batch.start:,} on" if batch.start else ""
+                raise ModelError(
+                    f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {batch.n_tokens} token "
+                    f"ids alone{at}, not {site.heads} for each; leave it out (--sites takes roles and name patterns of "
+                    "others), or, where the model pads, give --tokens in whole contexts of a length that it takes as "
+                    "they are"
+                )
 
 
 def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
@@ -255,12 +258,20 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
 
 
 def stream(
-    model: PreTrainedModel, sites: Sequence[NormSite], batches: Iterable[TokenBatch], sinks: Sequence[Sink]
-) -> Iterator[TokenBatch]:
+    model: PreTrainedModel, sites: Sequence[NormSite], batches: Iterable[TokenBatch], sinks: Sequence[Sink], *,
+    every_token: bool = True,
+) -> Iterator[TokenBatch]:  # fmt: skip
     """Run the batches through the model; yields each batch when the sinks have it.
 
+    Args:
+        model: what takes token ids.
+        sites: of the model.
+        batches: to run.
+        sinks: what takes the hidden states.
+        every_token: refuse sites that do not see every token of a batch.
+
     Raises:
-        ModelError: the device is out of memory.
+        ModelError: the device is out of memory, or a site does not see every token, as where data decide what runs.
         DataError: a token id is beyond the vocabulary, or the sites are not the model's.
     """
     check_sites(model, sites)
@@ -272,7 +283,7 @@ def stream(
     pad = getattr(settings, "pad_token_id", None)
     ends = getattr(settings, "eos_token_id", None)
     told = pad in (ends if isinstance(ends, (list, tuple)) else [ends])  # where it may end a document
-    with memory_kept(), evaluating(model), hooked(runner, local, sinks):
+    with memory_kept(), evaluating(model), hooked(runner, local, sinks) as handed:
         for batch in batches:
             if pad is not None and not told and _padded(batch, pad):
                 told = True
@@ -284,6 +295,8 @@ def stream(
                 for sink in sinks:
                     sink.begin(batch)
                 forward(runner, batch, known)
+                if every_token:
+                    _check_handed(model, sites, handed, batch)
                 for sink in sinks:
                     sink.end()
             yield batch
@@ -323,7 +336,8 @@ def observe(
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     chosen = find_sites(model) if sites is None else sites
-    return sum(done.n_tokens for done in stream(model, chosen, source.batches(n_tokens, batch), sinks))
+    running = stream(model, chosen, source.batches(n_tokens, batch), sinks, every_token=False)
+    return sum(done.n_tokens for done in running)
 
 
 def _renamed(site: NormSite, prefix: str) -> NormSite:

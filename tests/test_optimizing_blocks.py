@@ -1,12 +1,14 @@
 """Blocks written in other ways than those of transformers: fused where that is right, found out where it is not."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import zoo
 from test_optimizing import relative
 from torch import nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from normgeo import convert, optimize
 from normgeo.conversion.optimize import fused_norms
@@ -214,3 +216,34 @@ def test_norms_are_narrower_than_the_stream_only_where_that_changes_nothing(bloc
         monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: add_norm(*a[:-1], False))
         assert torch.equal(narrow, model(torch.tensor([[1, 2, 3]])).logits)
     assert dtypes == [block is Block] * 6 + [False]  # the last norm is not a block's
+
+
+def local_block():
+    """A block whose source does not run elsewhere: its default and its decorator have names here alone."""
+
+    def plainly(forward):
+        @functools.wraps(forward)
+        def called(*args, **options):
+            return forward(*args, **options)
+
+        return called
+
+    class Block(GPT2Block):
+        SCALE = 1.0
+
+        @plainly
+        def forward(self, hidden_states, *args, scale=SCALE, **options):
+            total = self.attn(self.ln_1(hidden_states))[0] + hidden_states
+            return self.mlp(self.ln_2(total)) * scale + total
+
+    return Block
+
+
+def test_blocks_whose_source_does_not_run_elsewhere_are_refused():
+    model, inputs = convert(zoo.tiny("gpt2")).model, {"input_ids": torch.arange(9)[None]}
+    for block in model.transformer.h:
+        block.__class__ = local_block()
+    truth = outputs_of(model, inputs)
+    with pytest.raises(ConversionError, match="nothing to fuse"):
+        optimize(model)
+    assert all(map(torch.equal, outputs_of(model, inputs), truth))

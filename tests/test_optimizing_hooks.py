@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
-from normgeo import convert, optimize
+from normgeo import architectures, convert, optimize
 from normgeo.conversion.optimize import fused_norms
 from normgeo.conversion.probing import outputs_of
 from normgeo.errors import ConversionError
@@ -161,3 +161,62 @@ def test_hooks_on_every_module_are_refused(register):
             with pytest.raises(ConversionError, match="every module"):
                 part(ids)
     assert model(ids).logits.isfinite().all()
+
+
+class Keeping(torch.nn.Module):
+    """Gives the same tensor again and again, as a cache of what a module gave."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.kept = inner, None
+
+    def forward(self, x, *args, **options):
+        self.kept = self.inner(x, *args, **options) if self.kept is None else self.kept
+        return self.kept
+
+
+@torch.no_grad()
+def test_what_is_put_into_a_block_afterwards_is_not_written_over():
+    """Nobody asked it whether what it gives is needed again."""
+    plain = convert(zoo.tiny("gpt2")).model
+    inputs = example_inputs(plain, time=11, seed=4)
+
+    def put(model):
+        model.transformer.h[0].mlp = Keeping(model.transformer.h[0].mlp)
+
+    def patch(model):
+        mlp = model.transformer.h[1].mlp
+        mlp.forward = lambda x, forward=mlp.forward: forward(x)
+
+    for change in (put, patch):
+        fused = optimize(copy.deepcopy(plain))
+        copied = copy.deepcopy(fused)
+        change(fused)
+        with pytest.raises(ConversionError, match="put into a block, or given another forward, after optimize"):
+            fused(**inputs)
+        assert close(outputs_of(copied, inputs), outputs_of(plain, inputs))
+    changed = copy.deepcopy(plain)
+    put(changed)
+    with pytest.raises(ConversionError, match=r"nothing was changed|read after it is added to"):
+        optimize(changed)
+    changed = copy.deepcopy(plain)
+    patch(changed)
+    assert close(outputs_of(optimize(copy.deepcopy(changed)), inputs), outputs_of(changed, inputs))
+
+
+@torch.no_grad()
+def test_attentions_that_are_additions_to_the_stream_are_refused():
+    """RWKV calls what its blocks add by that name."""
+    rwkv = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == "rwkv"))
+    plain = convert(rwkv).model
+    inputs = example_inputs(plain, time=11, seed=4)
+    fused = optimize(copy.deepcopy(plain))
+    for options in ({"output_attentions": True}, {"output_hidden_states": True}):
+        with pytest.raises(ConversionError, match="optimized model has no"):
+            fused(**inputs, **options)
+    assert close(outputs_of(fused, inputs), outputs_of(plain, inputs))
+    plain = convert(zoo.tiny("gpt2", attn_implementation="eager")).model
+    fused, inputs = optimize(copy.deepcopy(plain)), example_inputs(plain, time=11, seed=4)
+    found, truth = (m(**inputs, output_attentions=True).attentions for m in (fused, plain))
+    assert len(found) == len(truth) > 0
+    assert close(found, truth)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from normgeo import convert, decompress, find_gauge
+from normgeo import architectures, convert, decompress, find_gauge
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
@@ -76,6 +76,49 @@ def test_rows_are_in_the_order_of_the_tokens_also_where_the_model_flattens(tiny,
         first = next(h for i, p, h in run(model, ids, rows=7).seen if (i, p) == (0, "pre"))
         alone = next(h for i, p, h in run(model, ids[3:4], rows=1).seen if (i, p) == (0, "pre"))
         torch.testing.assert_close(first[3 * 37 : 4 * 37], alone)
+
+
+@pytest.mark.parametrize("model_type", ["xlnet", "fsmt", "gpt2"])
+def test_rows_are_in_the_order_of_the_tokens_also_where_time_comes_first(model_type):
+    model = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == model_type))
+    sites = find_sites(model)
+    assert all(site.time_major == (model_type != "gpt2") for site in sites)
+    ids = np.random.default_rng(0).integers(5, 90, (3, 8))
+    together = {(i, p): h for i, p, h in run(model, ids, sites, rows=3).seen}
+    for row in range(3):
+        for i, phase, alone in run(model, ids[row : row + 1], sites, rows=1).seen:
+            torch.testing.assert_close(together[i, phase][8 * row : 8 * row + 8], alone, rtol=1e-4, atol=1e-5)
+
+
+def skipping(model):
+    """A GPT-2 that leaves its second layer's MLP out where a batch has token 7 in it."""
+    base, block = model.transformer, model.transformer.h[1]
+    whole, layer = base.forward, block.forward
+
+    def forward(input_ids, **options):
+        skips = bool((input_ids == 7).any())
+        block.forward = (lambda x, *_, **__: x + block.attn(block.ln_1(x))[0]) if skips else layer
+        return whole(input_ids=input_ids, **options)
+
+    base.forward = forward
+    return model
+
+
+def test_a_norm_that_some_batch_does_not_reach_is_refused(ids):
+    """Its vectors would be taken for those of other tokens."""
+    model = skipping(zoo.tiny("gpt2"))
+    sites, ids = find_sites(model), ids.copy()
+    ids[ids == 7] = 8
+    assert measure_angles(model, ids, sites=sites, batch=4, null=0, progress=False).frame.n_tokens.min() == ids.size
+    ids[5, 3] = 7
+    says = "ln_2 sees 0 vectors when GPT2LMHeadModel is given 111 token ids alone, from token 148 on, not 1"
+    with pytest.raises(ModelError, match=says):
+        measure_angles(model, ids, sites=sites, batch=4, null=0, progress=False)
+    rest = [site for site in sites if site.name != "transformer.h.1.ln_2"]
+    assert measure_angles(model, ids, sites=rest, batch=4, null=0, progress=False).frame.n_tokens.min() == ids.size
+    recorder = Recorder()
+    observe(model, ids, [recorder], batch=4)  # what a sink of one's own does with it is its own
+    assert len(recorder.seen) == 2 * (2 * len(sites) - 1)
 
 
 def test_overwriting_hidden_states_in_place_after_the_norm_changes_nothing(ids):

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,138 +23,30 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.additions import rewritten
 from normgeo.conversion.centering import SIDE
+from normgeo.conversion.fused import NO_GRAD, Stream, added, begins, norm_forward
 from normgeo.conversion.probing import outputs_of, same
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
+from normgeo.models import shared_copy
 from normgeo.sites import evaluating, find_sites
 
 __all__ = ["fused_norms", "optimize"]
 
 is_exporting, is_tracing = torch.compiler.is_exporting, torch.jit.is_tracing  # pyright: ignore
-is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
 CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
 GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 NO_STATES = "an optimized model has no hidden states to give: its stream is added to in place"
-NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
+NO_ATTENTIONS = "an optimized model has no attentions to give where they are what its blocks add to the stream"
 NO_TRACE = "an optimized model cannot be exported or traced: compile, export or trace the converted one"
+CHANGED = (
+    "modules were put into a block, or given another forward, after optimize, which overwrites what they give: change "
+    "the converted model, and optimize it last"
+)
+REFUSED = {"output_hidden_states": NO_STATES, "output_attentions": NO_ATTENTIONS}
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
-
-
-class _Reader(NamedTuple):
-    """The norm that reads a sum.
-
-    Attributes:
-        norm: it.
-        inner: whether only its block reads what it gives.
-        over: whether what is added may be written over, for it is of this pass alone.
-    """
-
-    norm: nn.Module
-    inner: bool
-    over: bool
-
-
-class _Stream:
-    """What one forward pass knows of its residual stream.
-
-    Attributes:
-        inside: the modules that give hidden states which the mode overwrites.
-        hooks: theirs, which are asked for at every pass.
-        running: whether a pass has begun: at the model, or at whatever part of it was called.
-        mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
-        narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
-        given: where the inputs are, which are the caller's.
-        last: what a norm was given last.
-        own: the sum that this mode has made, which may be added to in place.
-        ready: the norm of `own`, and `reader`, whose it is.
-    """
-
-    def __init__(self, inside: list[nn.Module]) -> None:
-        self.inside = inside
-        self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.mode: Literal["watch", "exact", "fast"] = "watch"
-        self.narrow = False
-        self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
-        self.reset()
-
-    def reset(self, *inputs: Any, running: bool = False) -> None:
-        self.running = running
-        self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
-        self.last: Tensor | None = None
-        self.own: Tensor | None = None
-        self.ready: Tensor | None = None
-        self.reader: nn.Module | None = None
-
-
-def _is(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors that are both alive are the same numbers, in whatever shape."""
-    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
-
-
-def _begins(tensor: Tensor) -> int:
-    """Where the memory begins that a tensor is in; 0 where it is in none of its own, as quantized weights are."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _norm(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The forward of a norm in this mode: what is ready, or the norm."""
-    stream: _Stream = self.normgeo_stream
-    if is_grad_enabled():
-        raise ConversionError(NO_GRAD)
-    stream.last, own = x, stream.own
-    if stream.reader is self and (x is own or _is(own, x)):
-        z, stream.ready, stream.reader = stream.ready, None, None
-        return z if x is own else z.view(x.shape)  # pyright: ignore
-    if stream.mode == "watch":
-        for total, block, place, over in stream.seen:
-            if _is(total, x):
-                block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
-    return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
-
-
-def _add(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
-    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next."""
-    stream: _Stream = block.normgeo_stream
-    plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
-    residual, x = (a, b) if augmented or a is stream.last else (b, a)
-    if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
-        if augmented:
-            stream.ready = stream.reader = None  # what is ready may be of what this changes
-        return plus(a, b)
-    if stream.mode == "watch":
-        total = plus(a, b)
-        stream.seen = [seen for seen in stream.seen if seen[0] is not total]  # what they were is gone
-        stream.seen.append((total, block, place, _begins(x) not in block.normgeo_kept))
-        return total
-    reader, own = block.normgeo_next.get(place), stream.own
-    stream.ready = stream.reader = None
-    same = x.dtype is residual.dtype
-    alike = same or torch.result_type(residual, x) is residual.dtype
-    if reader is None or not alike or not (residual is own or _is(own, residual)):
-        total = plus(a, b)
-        if total.data_ptr() not in stream.given:
-            stream.own = total
-        return total
-    norm, inner, over = reader
-    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
-    z = None
-    if stream.mode == "fast":
-        of = norm._parameters  # as attributes they take as long as the rest of this function
-        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
-        z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
-    if z is None:
-        residual.add_(x)
-        z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)
-        if stream.mode == "exact" and over and x.is_contiguous():
-            z = x.copy_(z)
-    stream.ready, stream.reader = z, norm
-    return residual
 
 
 # --- where passes begin ----------------------------------------------------------------------------------------------
@@ -182,17 +73,19 @@ def _hooked(modules: Iterable[nn.Module]) -> str | None:
 def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
     """A forward at which a pass may begin: it refuses what it would give wrong values to, and leaves nothing behind."""
     names = list(inspect.signature(forward).parameters)[1:]
-    place = names.index("output_hidden_states") if "output_hidden_states" in names else None
+    places = {option: names.index(option) if option in names else None for option in REFUSED}
 
     @functools.wraps(forward)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stream: _Stream = self.normgeo_stream
+        stream: Stream = self.normgeo_stream
         if block and stream.running:
             return forward(self, *args, **kwargs)
-        given = args[place] if place is not None and place < len(args) else None
-        wanted = kwargs.get("output_hidden_states", given)
-        if wanted or (wanted is None and getattr(getattr(self, "config", None), "output_hidden_states", False)):
-            raise ConversionError(NO_STATES)
+        for option, place in places.items():
+            given = args[place] if place is not None and place < len(args) else None
+            wanted = kwargs.get(option, given)
+            wanted = wanted or (wanted is None and getattr(getattr(self, "config", None), option, False))
+            if wanted and (option == "output_hidden_states" or not stream.attentions):
+                raise ConversionError(REFUSED[option])
         if stream.running:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
@@ -201,6 +94,8 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             raise ConversionError(NO_TRACE)
         if (any(stream.hooks) or any(GLOBAL)) and (name := _hooked(stream.inside)) is not None:
             raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
+        if stream.changed:
+            raise ConversionError(CHANGED)
         stream.reset(*args, *kwargs.values(), running=True)
         try:
             return _within(stream, self, forward, args, kwargs)
@@ -210,7 +105,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
     return entry
 
 
-def _within(stream: _Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _within(stream: Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a module around blocks: what hooks see go in or come out of it is not added to in place."""
     hooked = _hooked([module]) is not None
     stream.own = None if hooked else stream.own
@@ -288,13 +183,14 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     inside = list(dict.fromkeys([*norms.values(), *(module for block in blocks for module in block.modules())]))
     if (name := _hooked(inside)) is not None:
         raise ConversionError(f"{name} has hooks, which a fused stream would mislead; remove them")
-    stream = _Stream(inside)
+    stream = Stream(inside)
     try:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
             with patch.object(norm_ops, "norm", _by_torch):  # as the rewritten code is run first
-                truth = outputs_of(model, inputs)
+                truth, attentions = outputs_of(model, inputs), _with_attentions(model, inputs)
             _install(model, list(norms.values()), blocks, stream)
-            _verify(model, inputs, stream, truth)
+            _verify(model, inputs, stream, truth, attentions)
+            stream.settle()
     except BaseException:
         for module in model.modules():
             if "normgeo_stream" in module.__dict__:
@@ -317,17 +213,17 @@ def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> st
     return f"{type(model).__name__} has no LayerNorm to convert, and only norms that convert made are fused"
 
 
-def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: _Stream) -> None:
-    inside, kept = set(map(id, stream.inside)), {0, *map(_begins, (*model.parameters(), *model.buffers()))}
+def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: Stream) -> None:
+    inside, kept = set(map(id, stream.inside)), {0, *map(begins, (*model.parameters(), *model.buffers()))}
     around = [m for m in model.modules() if id(m) not in inside and any(id(part) in inside for part in m.modules())]
     around = [m for m in around if type(m).forward is not nn.Module.forward]  # a list is not called
     inner = {id(child) for block in blocks for child in block.children()}
-    sums = {cls: rewritten(cls, _add) for cls in {type(block) for block in blocks}}
+    sums = {cls: rewritten(cls, added) for cls in {type(block) for block in blocks}}
     fused = {cls: _entry(forward, True) for cls, forward in sums.items() if forward is not None}
     entries = {cls: _entry(cls.forward, False) for cls in {type(module) for module in around}}
     blocks = [block for block in blocks if type(block) in fused]
     own: dict[nn.Module, dict[str, Any]] = {
-        **{norm: {"forward": _norm, "normgeo_inner": id(norm) in inner} for norm in norms},
+        **{norm: {"forward": norm_forward, "normgeo_inner": id(norm) in inner} for norm in norms},
         **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_kept": kept} for block in blocks},
     }
     own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
@@ -338,7 +234,18 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
         module.__dict__.update({**values, **bound, "normgeo_stream": stream})
 
 
-def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream, truth: list[Tensor]) -> None:
+def _with_attentions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor] | None:
+    """What a model gives that is asked for its attentions too, which leaves hooks in it; None where it cannot be."""
+    try:
+        return outputs_of(shared_copy(model), inputs, output_attentions=True)
+    except ModelError:
+        return None
+
+
+def _verify(
+    model: PreTrainedModel, inputs: dict[str, Tensor], stream: Stream, truth: list[Tensor],
+    attentions: list[Tensor] | None,
+) -> None:  # fmt: skip
     """See which norm reads which sum, and that nothing differs from what the model gave in its own code: `truth`."""
     try:
         watched = outputs_of(model, inputs)
@@ -358,6 +265,8 @@ def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream, 
     stream.mode = "exact"
     if not _equal(outputs_of(model, inputs), truth):
         raise ConversionError(f"the stream of {type(model).__name__} is read after it is added to: it cannot be fused")
+    if attentions is not None:  # some give what their blocks add to the stream by that name
+        stream.attentions = _equal(_with_attentions(model, inputs) or [], attentions)
     stream.narrow = model.dtype is torch.float32 and _may_narrow(model, inputs, stream)
     stream.mode = "fast"
     with norm_ops.launched_always():  # these inputs are few, later ones may be many
@@ -366,7 +275,7 @@ def _verify(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream, 
         raise ConversionError(f"the fused {type(model).__name__} is not equal to its original; nothing was changed")
 
 
-def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: _Stream) -> bool:
+def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: Stream) -> bool:
     """Whether under autocast the outputs are the same to the last bit with norms in the dtype of what is added."""
     try:
         with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):  # else all weights are held twice

@@ -179,8 +179,8 @@ def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
         yield
 
 
-def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Every floating-point tensor that a model returns for these inputs, caches aside; see `looking_at`.
+def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
+    """Every floating-point tensor that a model returns for these inputs and options, caches aside; see `looking_at`.
 
     A model in training mode draws the same random numbers each time.
 
@@ -191,7 +191,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor
     name = type(model).__name__
     try:
         with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
-            result = model(**inputs, return_dict=True)
+            result = model(**inputs, **options, return_dict=True)
     except NormGeoError:
         raise
     except Exception as error:  # whatever a model raises

@@ -1,0 +1,148 @@
+"""One forward pass of an optimized model: what it knows of its stream, and what norms and additions do in it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from normgeo.errors import ConversionError
+from normgeo.kernels import norm_ops
+
+__all__ = ["NO_GRAD", "Stream", "added", "begins", "norm_forward"]
+
+is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
+
+NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
+
+
+class _Reader(NamedTuple):
+    """The norm that reads a sum.
+
+    Attributes:
+        norm: it.
+        inner: whether only its block reads what it gives.
+        over: whether what is added may be written over, for it is of this pass alone.
+    """
+
+    norm: nn.Module
+    inner: bool
+    over: bool
+
+
+class Stream:
+    """What one forward pass knows of its residual stream.
+
+    Attributes:
+        inside: the modules that give hidden states which the mode overwrites.
+        hooks, parts, forwards: their hooks, children and own forwards, which are looked at in every pass.
+        attentions: whether those that the model gives, when asked for them, are what they should be.
+        running: whether a pass has begun: at the model, or at whatever part of it was called.
+        mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
+        narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
+        given: where the inputs are, which are the caller's.
+        last: what a norm was given last.
+        own: the sum that this mode has made, which may be added to in place.
+        ready: the norm of `own`, and `reader`, whose it is.
+    """
+
+    def __init__(self, inside: list[nn.Module]) -> None:
+        self.inside = inside
+        self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self.forwards: list[tuple[nn.Module, Any]] = []
+        self.mode: Literal["watch", "exact", "fast"] = "watch"
+        self.narrow, self.attentions = False, True
+        self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
+        self.reset()
+
+    def reset(self, *inputs: Any, running: bool = False) -> None:
+        """Know nothing but the inputs of a pass that begins, or has ended."""
+        self.running = running
+        self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
+        self.last: Tensor | None = None
+        self.own: Tensor | None = None
+        self.ready: Tensor | None = None
+        self.reader: nn.Module | None = None
+
+    def settle(self) -> None:
+        """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
+        self.parts = [(m._modules, tuple(m._modules.values())) for m in self.inside if m._modules]
+        self.forwards = [(m, m.__dict__.get("forward")) for m in self.inside]
+
+    @property
+    def changed(self) -> bool:
+        """Whether modules, or their forwards, are others since."""
+        return any(tuple(children.values()) != were for children, were in self.parts) or any(
+            m.__dict__.get("forward") != was for m, was in self.forwards
+        )
+
+
+def _is(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors that are both alive are the same numbers, in whatever shape."""
+    return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+
+
+def begins(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is in; 0 where it is in none of its own, as quantized weights are."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def norm_forward(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The forward of a norm in this mode: what is ready, or the norm."""
+    stream: Stream = self.normgeo_stream
+    if is_grad_enabled():
+        raise ConversionError(NO_GRAD)
+    stream.last, own = x, stream.own
+    if stream.reader is self and (x is own or _is(own, x)):
+        z, stream.ready, stream.reader = stream.ready, None, None
+        return z if x is own else z.view(x.shape)  # pyright: ignore
+    if stream.mode == "watch":
+        for total, block, place, over in stream.seen:
+            if _is(total, x):
+                block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
+    return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
+
+
+def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
+    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next."""
+    stream: Stream = block.normgeo_stream
+    plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
+    residual, x = (a, b) if augmented or a is stream.last else (b, a)
+    if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
+        if augmented:
+            stream.ready = stream.reader = None  # what is ready may be of what this changes
+        return plus(a, b)
+    if stream.mode == "watch":
+        total = plus(a, b)
+        stream.seen = [seen for seen in stream.seen if seen[0] is not total]  # what they were is gone
+        stream.seen.append((total, block, place, begins(x) not in block.normgeo_kept))
+        return total
+    reader, own = block.normgeo_next.get(place), stream.own
+    stream.ready = stream.reader = None
+    same = x.dtype is residual.dtype
+    alike = same or torch.result_type(residual, x) is residual.dtype
+    if reader is None or not alike or not (residual is own or _is(own, residual)):
+        total = plus(a, b)
+        if total.data_ptr() not in stream.given:
+            stream.own = total
+        return total
+    norm, inner, over = reader
+    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    z = None
+    if stream.mode == "fast":
+        of = norm._parameters  # as attributes they take as long as the rest of this function
+        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
+        z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
+    if z is None:
+        residual.add_(x)
+        z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)
+        if stream.mode == "exact" and over and x.is_contiguous():
+            z = x.copy_(z)
+    stream.ready, stream.reader = z, norm
+    return residual
