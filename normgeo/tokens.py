@@ -19,7 +19,7 @@ import numpy as np
 from normgeo.errors import DataError
 from normgeo.packing import Context, Packed
 
-__all__ = ["SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens", "read_documents"]
+__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens", "read_documents"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
@@ -27,6 +27,9 @@ KEPT_TOKENS = 1 << 22
 """Of so many tokens that were counted the ids are kept, 64 MiB of them, and not made again."""
 
 CHECKED_AT_ONCE = 1 << 20
+
+ROWS = "each row is a sequence"
+"""The packing of an array's contexts."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class TokenStream:
                     yield piece, np.full(len(piece), document)
 
         even = len(rows) == 1 or width % length == 0
-        return cls(contexts, length, source, digest, "each row is a sequence", rows.size, even=even)
+        return cls(contexts, length, source, digest, ROWS, rows.size, even=even)
 
     def counted(self, most: int) -> tuple[TokenStream, int]:
         """The same stream, and how many tokens it has: all there are, or `most` where there are more.

@@ -8,6 +8,25 @@ import threading
 SIGNED = "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=x"
 
 
+LOST: list[str] = []
+"""Ends of the names of objects: the answer to the next PUT of one is lost, and the PUT done."""
+
+
+def losing_answers(app):
+    """The server behind a network that loses what is in `LOST`, each once."""
+
+    def answered(environ, start):
+        name = next((name for name in LOST if environ["PATH_INFO"].endswith(name)), None)
+        if environ["REQUEST_METHOD"] != "PUT" or name is None:
+            return app(environ, start)
+        LOST.remove(name)
+        b"".join(app(environ, lambda *_: None))
+        start("500 Internal Server Error", [("Content-Length", "0")])
+        return [b""]
+
+    return answered
+
+
 def in_googles_words(app):
     """Google's XML API is S3's, but for the names of what a conditional PUT is about, and for who signs."""
 
@@ -35,7 +54,7 @@ def served():
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    app = in_googles_words(DomainDispatcherApplication(create_backend_app))
+    app = losing_answers(in_googles_words(DomainDispatcherApplication(create_backend_app)))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"

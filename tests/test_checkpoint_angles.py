@@ -52,6 +52,34 @@ def test_checkpoints_are_found_wherever_they_are(twins, tmp_path):
         find_checkpoints(tmp_path / "hf/other")
 
 
+def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):
+    """Of which one may have been kept at other steps than the other."""
+    for home, step in (("a", 2), ("b", 4)):
+        shutil.copytree(twins / f"rmsnorm/checkpoints/step-0000000{step}", tmp_path / f"{home}/rmsnorm/step-{step}")
+    shutil.copytree(twins / "layernorm/checkpoints", tmp_path / "a/layernorm/checkpoints")
+    found = [(p.model, p.step) for p in find_checkpoints(tmp_path)]
+    assert found == [("a/rmsnorm", 2), ("b/rmsnorm", 4), ("layernorm", 0), ("layernorm", 2), ("layernorm", 4)]
+    frame = measure_checkpoints(find_checkpoints(tmp_path)[:2], CONFIG, tmp_path / "parts", progress=False)
+    assert frame.groupby("model").step.unique().map(list).to_dict() == {"a/rmsnorm": [2], "b/rmsnorm": [4]}
+
+
+def test_compressed_checkpoints_are_measured_as_what_they_stand_for(twins, tmp_path, no_figures):
+    tokenizer = load_tokenizer("embedded-layernorm")
+    recipe = recipe_for(
+        "tiny", layers=2, d=32, heads=2, context=16, batch=2, steps=2, warmup=1, precision="no", checkpoint_every=2
+    )
+    corpus = Shuffled(load_tokens("sample", tokenizer, 16), 16, 0)
+    train("pre-crmsnorm", recipe, corpus, len(tokenizer), tmp_path / "all/pre-crmsnorm", tokenizer=tokenizer,
+          device="cpu")  # fmt: skip
+    shutil.copytree(twins / "layernorm", tmp_path / "all/layernorm")
+    frame = start_checkpoints(tmp_path / "all", CONFIG, tmp_path / "out", progress=False)
+    part = frame[(frame.model == "pre-crmsnorm") & (frame.direction == "uniform") & (frame.phase == "pre")]
+    assert part.step.unique().tolist() == [0, 2]
+    assert set(part.d) == {33}
+    assert part.energy_share.max() < 1e-10  # along which its streams have nothing
+    assert set(frame.model) == {"layernorm", "pre-crmsnorm"}
+
+
 @pytest.mark.parametrize("record", [{"config": {}}, {"status": "running", "config": {"models": [], "later": 1}}])
 def test_records_of_another_version_are_said(record, twins, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(record | {"checkpoints": str(twins)}))

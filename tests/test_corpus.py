@@ -4,11 +4,13 @@ import json
 
 import datasets
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from training_zoo import text_like
 
 from normgeo.errors import DataError
+from normgeo.tokens import TokenStream
 from normgeo.training import corpus
 from normgeo.training.corpus import Shuffled, Streamed, open_corpus
 
@@ -22,6 +24,34 @@ def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
     assert again.position() == first_corpus.position() == {"next": 300}
     with pytest.raises(DataError, match="training needs more than 16 tokens"):
         Shuffled(text_like(16), 16, 0)
+
+
+def test_rows_of_an_array_stay_sequences_of_their_own():
+    rows = np.repeat(np.arange(50)[:, None], 40, axis=1)
+    corpus = Shuffled(TokenStream.from_array(rows, context=16), 16, 0)
+    assert corpus.packing == "each row is a sequence, cut into whole contexts"
+    first = corpus.take(100)  # one pass
+    assert (first == first[:, :1]).all()
+    assert sorted(first[:, 0].tolist()) == sorted([*range(50), *range(50)])
+    assert not torch.equal(corpus.take(100), first)
+    assert Shuffled(text_like(), 16, 0).packing == "each row is a sequence"  # there is one, which is text
+    with pytest.raises(DataError, match="more than 64 tokens, one context; array has 2,000 in 50 rows"):
+        Shuffled(TokenStream.from_array(rows, context=64), 64, 0)
+
+
+def test_a_stream_that_was_not_read_since_it_was_sent_somewhere_is_still_there(tokenizer):
+    """A long document is enough for several steps, and a run may be interrupted twice within it."""
+    documents = [{"text": f"Number {i}. " + "A fox and a dog. " * 40} for i in range(9)]
+    opened = lambda: datasets.Dataset.from_list(documents).to_iterable_dataset()  # noqa: E731
+    whole, parts = Streamed(opened, tokenizer, 16, "x"), Streamed(opened, tokenizer, 16, "x")
+    expected = whole.take(150)
+    found = [parts.take(1)]
+    for rows in (1, 1, 1, 60, 1, 1, 84):
+        position = json.loads(json.dumps(parts.position()))
+        parts = Streamed(opened, tokenizer, 16, "x")
+        parts.seek(position)
+        found.append(parts.take(rows))
+    assert torch.equal(torch.cat(found), expected)
 
 
 def test_a_stream_resumes_where_it_was(tmp_path, tokenizer):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from bucket import served
+from bucket import LOST, served
 from stores import CONTEXT, N, captured, config, content, unfinished
 from test_ranks import by_ranks
 
@@ -294,3 +294,31 @@ def test_commands(normgeo, home, url, monkeypatch):
         assert "Traceback" not in err
     monkeypatch.setitem(sys.modules, "obstore", None)
     assert "pip install 'normgeo[objects]'" in normgeo("verify", url)[2]
+
+
+def test_an_answer_that_is_lost_is_no_other_writer(home, url, tmp_path, monkeypatch):
+    """The client tries again, and meets the commit, or the lock, that its first try has put."""
+    monkeypatch.setattr("normgeo.store.objects.LEASE_SECONDS", 60.0)
+    LOST.extend(["store/lock", "commits/00000002.json"])
+    try:
+        captured(home, url)
+        assert not LOST
+        assert remote_content(url) == content(captured(home, tmp_path / "s"))
+        storage = storage_at(url)
+        with storage.writing():
+            LOST.append("store/lock")
+            assert storage._renewed()
+            assert storage._renewed()
+            assert not LOST
+            storage.put("later", b"")
+            storage._ob.put(storage._objects, "lock", b"{}")  # by another
+            assert not storage._renewed()
+            with pytest.raises(StoreError, match="another process has taken over"):
+                storage.put("later", b"")
+        storage = storage_at(url)
+        storage.create("made", b"one")
+        storage.create("made", b"one")
+        with pytest.raises(StoreError, match="is already there: another process writes this store"):
+            storage.create("made", b"other")
+    finally:
+        LOST.clear()

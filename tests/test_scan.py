@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from stores import CONTEXT, a_chunk, captured, config, unfinished
+from stores import CONTEXT, a_chunk, captured, config, content, unfinished
 
 from normgeo import AngleTable, HiddenStateStore, measure_angles
 from normgeo.angles.statistics import BINS, AngleStatistics
-from normgeo.errors import DataError, NormGeoError, StoreError
+from normgeo.errors import DataError, NormGeoError, RunError, StoreError
 from normgeo.store import scan, workers
 from normgeo.store.layout import read_state
 from normgeo.store.reader import seen
@@ -181,6 +181,16 @@ def test_a_record_is_of_what_was_read_while_a_store_grows(copy, tmp_path, monkey
     table, where = scan.run_from_store(copy, tmp_path / "out", progress=False)
     (about,) = json.loads((where / "run.json").read_text())["models"].values()
     assert about["n_tokens"] == table.frame.n_tokens.max() < HiddenStateStore(copy).n_tokens
+
+
+def test_a_disk_that_is_full_leaves_nothing_to_resume(store, tmp_path, full_disk):
+    out, before = tmp_path / "out", content(store)
+    with full_disk(2), pytest.raises(RunError, match=r"disk .* is full; make space and give the same command again"):
+        scan.run_from_store(store, out, null=4, progress=False)
+    assert not out.exists()
+    scan.run_from_store(store, out, null=4, progress=False)
+    assert json.loads((out / "run.json").read_text())["status"] == "complete"
+    assert content(store) == before
 
 
 def test_another_phase_does_not_follow_from_inputs(store):

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from copy import deepcopy as copied
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from normgeo.store import scan
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
 from normgeo.store.layout import read_record, write_record
-from normgeo.store.rebuild import find_rebuild, same_bits
+from normgeo.store.rebuild import RECIPES, find_rebuild, same_bits
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 
@@ -167,14 +168,43 @@ def test_no_checksums_are_kept_of_outputs_that_are_not_rebuilt_exactly(home, tmp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "olmo", "cohere", "llama", "gemma", "gemma2", "nemotron", "olmo2", "t5"])
 def test_outputs_are_rebuilt_to_the_last_bit(tiny, name, dtype):
-    import copy
-
-    model = copy.deepcopy(tiny(name)).to(dtype)
+    model = copied(tiny(name)).to(dtype)
     modules = dict(model.named_modules())
     for site in find_sites(model):
         x = (3 * torch.randn(9, site.d)).to(dtype)
         with torch.no_grad():
             assert find_rebuild(modules[site.name], site, x, modules[site.name](x)).bit_equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["olmo", "cohere"])
+def test_of_recipes_that_agree_on_a_few_vectors_the_right_one_is_found(tiny, name, dtype):
+    """One vector that two recipes round alike tells nothing; thousands do."""
+    model = copied(tiny(name)).to(dtype)
+    site, modules = find_sites(model)[0], dict(model.named_modules())
+    module, generator = modules[site.name], torch.Generator().manual_seed(3)
+    x = (3 * torch.randn(4000, site.d, generator=generator)).to(dtype)
+    with torch.no_grad():
+        z = module(x)
+        rebuild = find_rebuild(module, site, x[:1], z[:1])
+        assert same_bits(rebuild(x, site.eps), z)
+        gain, bias = rebuild.gain, rebuild.bias
+        others = [replace(rebuild, recipe=name) for name in RECIPES if name.startswith("layernorm")]
+        assert any((other(x, site.eps) != z).any() for other in others), (gain, bias)
+
+
+def test_bfloat16_is_numbers_for_numpy_too(home, tmp_path):
+    """Not the bits that are stored, which look like large numbers."""
+    found = HiddenStateStore(captured(home, tmp_path / "s", dtype="bfloat16"))
+    states = found.open(found.sites[1].key)
+    expected = states.torch().float().numpy()
+    assert states.torch().dtype is torch.bfloat16
+    for given in (np.asarray(states), np.asarray(states, np.float64), states[:], np.stack(list(states))):
+        np.testing.assert_array_equal(given, expected)
+    np.testing.assert_array_equal(torch.as_tensor(np.asarray(states[3:9])), expected[3:9])
+    np.testing.assert_array_equal(states[-1], expected[-1])
+    assert states.array.dtype == np.uint16
+    assert np.mean(states) == np.mean(expected)
 
 
 def test_reading(store):

@@ -5,6 +5,7 @@ import io
 import math
 import re
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,40 @@ def test_accumulated_passes_give_the_same_steps():
     whole, parts = (trained("rmsnorm", small(dropout=0.0, accumulate=k))[1] for k in (1, 4))
     np.testing.assert_allclose(whole.train_loss, parts.train_loss, rtol=1e-5)
     np.testing.assert_allclose(whole.gradient_norm, parts.gradient_norm, rtol=1e-4)
+
+
+def test_the_recipe_says_how_many_passes_a_step_has(monkeypatch):
+    """Not a variable that a launcher sets, nor another trainer of this process."""
+    recipe = small(dropout=0.0, accumulate=2)
+    expected = trained("rmsnorm", recipe)[1]
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert trained("rmsnorm", recipe)[1].equals(expected)
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    corpora = [Shuffled(text_like(), 16, 0) for _ in range(2)]
+    first = training.Trainer("rmsnorm", recipe, corpora[0], 48, device="cpu")
+    beside = training.Trainer("layernorm", small(accumulate=1), corpora[1], 48, device="cpu")
+    for _, row in expected.iterrows():
+        assert first.take_step()[0] == row.train_loss
+        assert math.isfinite(beside.take_step()[0])
+    training.Trainer("layernorm", small(precision="bf16"), corpora[1], 48, device="cpu")
+    with pytest.raises(NormGeoError, match="another Trainer has set this process to the precision bf16"):
+        first.take_step()
+
+
+def test_what_would_take_steps_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(NormGeoError, match="cannot train as this process was launched: DeepSpeed is not installed"):
+        trained("rmsnorm", small())
+
+
+def test_a_last_checkpoint_that_was_moved_away_is_made_again(tmp_path):
+    recipe = small(checkpoint_every=12)
+    trained("rmsnorm", recipe, tmp_path)
+    last = tmp_path / "checkpoints/step-00000012"
+    weights = (last / "model.safetensors").read_bytes()
+    shutil.rmtree(last)
+    trained("rmsnorm", recipe, tmp_path)
+    assert (last / "model.safetensors").read_bytes() == weights
 
 
 def test_mixed_precision_trains():
@@ -149,7 +184,7 @@ def test_the_system_refusing_to_write_is_a_full_disk(kilobytes, what, tmp_path):
 def test_progress_shows_tokens_and_time_left(tmp_path, monkeypatch):
     screen = io.StringIO()
     terminal = rich.console.Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    monkeypatch.setattr(progress, "meanwhile", terminal)
     trained("rmsnorm", small(), tmp_path, progress=True)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert re.search(r"rmsnorm .*768/768 [\d,]+ tokens/s 0:00:00", text)  # 12 steps of 4 x 16 tokens

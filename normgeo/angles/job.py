@@ -117,6 +117,7 @@ class Job:
 def prepare(
     config: RunConfig, name: str, *, before: dict[str, Any] | None = None,
     first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
+    made: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
 ) -> Job:  # fmt: skip
     """A model, its sites and its tokens, ready to be measured, and what they are, as JSON holds it.
 
@@ -125,13 +126,14 @@ def prepare(
         name: of the model.
         before: what they were when the run was begun.
         first: what the first of several processes does for all of them; see `Ranks.first`.
+        made: what is measured, of what was loaded.
     """
     device = usable_device(config.device)
     trust = config.trust_remote_code
-    model = load_model(
+    model = made(load_model(
         name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
         revision=config.revision, trust_remote_code=trust,
-    )  # fmt: skip
+    ))  # fmt: skip
     tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     is_ids = holds_ids(config.source)
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, note, quiet, resumable
+from normgeo.cli.app import app, console, note, quiet, resumable, warn
 from normgeo.cli.options import Knowing, refuse_beside
 
 
@@ -74,6 +74,11 @@ def train(
                 dropout=dropout, precision=precision, checkpoint_every=checkpoint_every, save_every=save_every,
                 evaluate_every=evaluate_every, seed=seed,
             )  # fmt: skip
+            if recipe.warmup >= recipe.steps:
+                warn(
+                    f"the warm-up takes {recipe.warmup:,} steps and the training {recipe.steps:,}: the rate never "
+                    f"comes to {recipe.lr}; give a shorter --warmup"
+                )
             config = training_runs.TrainConfig(
                 norm, data, str(exclude) if exclude else None, tokenizer, vocabulary, device
             )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["holder", "is_dead", "read_holder"]
+__all__ = ["Held", "holder", "is_dead", "read_holder", "version_of"]
 
 UNKNOWN = {"run": None, "host": "an unknown host", "pid": "unknown", "machine": None, "shared": True}
 """Who holds a lock that cannot be read."""
@@ -45,3 +48,19 @@ def is_dead(found: dict[str, Any]) -> bool:
     except PermissionError:
         return False
     return False
+
+
+@dataclass
+class Held:
+    """A lock that is held: by which run, of several processes or one, in which version, renewed how often."""
+
+    run: str
+    shared: bool
+    version: Any
+    times: int = 0
+    renewing: threading.Lock = field(default_factory=threading.Lock)
+
+
+def version_of(found: Mapping[str, Any]) -> Any:
+    """What tells an object from a later one of its name: S3's tag, Google's generation."""
+    return {key: found[key] for key in ("e_tag", "version") if found.get(key) is not None}

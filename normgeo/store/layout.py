@@ -41,9 +41,9 @@ from normgeo.store.rebuild import Rebuild
 from normgeo.store.storage import Storage
 
 __all__ = [
-    "ArraySpec", "Commit", "Layout", "as_numpy", "as_torch", "committed_rows", "create", "file_problems", "identity",
-    "read_commit", "read_log", "read_record", "read_state", "read_store", "state_file", "unread", "write_commit",
-    "write_record",
+    "ArraySpec", "Commit", "Layout", "as_numbers", "as_numpy", "as_torch", "committed_rows", "create", "file_problems",
+    "identity", "read_commit", "read_log", "read_record", "read_state", "read_store", "state_file", "unread",
+    "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -155,6 +155,11 @@ def as_numpy(x: Tensor) -> np.ndarray:
 def as_torch(x: np.ndarray, dtype: str) -> Tensor:
     """Stored numbers as the tensor they are, without a copy."""
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
+
+
+def as_numbers(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Stored numbers as the numbers they are: bfloat16, which numpy has not, as float32, which is exact."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from normgeo.errors import StoreError
-from normgeo.store.holder import holder, is_dead, read_holder
+from normgeo.store.holder import Held, holder, is_dead, read_holder, version_of
 from normgeo.store.storage import Disk, NewChunk, R, Storage, T
 
 if TYPE_CHECKING:
@@ -192,12 +191,17 @@ class Objects(Storage):
             self._ob.put(self._objects, name, content, use_multipart=False)
 
     def create(self, name: str, content: bytes) -> None:
-        """Put an object that is not there yet: the service refuses it where there is one."""
+        """Put an object that is not there yet: the service refuses it where there is one.
+
+        One that has this content already is from an earlier try, whose answer was lost.
+        """
         self._refuse_if_lost()
         try:
             with self._explained(name):
                 self._ob.put(self._objects, name, content, mode="create", use_multipart=False)
         except self._ob.exceptions.AlreadyExistsError as error:
+            if self.read(name) == content:
+                return
             raise StoreError(f"{self.at(name)} is already there: another process writes this store") from error
 
     def publish(self, folder: str, files: Mapping[str, bytes]) -> None:
@@ -270,7 +274,7 @@ class Objects(Storage):
             beside = threading.Thread(target=self._follow, args=(run, ended), daemon=True)
         else:
             run = uuid.uuid4().hex
-            self._held = _Held(run, shared, self._take(holder(run, shared)))
+            self._held = Held(run, shared, self._take(holder(run, shared)))
             beside = threading.Thread(target=self._renew, args=(ended,), daemon=True)
         beside.start()
         self._writing = True
@@ -288,13 +292,12 @@ class Objects(Storage):
         exceptions = self._ob.exceptions
         try:
             with self._explained("lock"):
-                return _version(self._ob.put(self._objects, "lock", mine, mode="create"))
+                return self._put_lock(mine, "create")
         except exceptions.AlreadyExistsError:
             pass
         try:
             with self._explained("lock"):
-                found = self._ob.get(self._objects, "lock")
-                meta, writer = found.meta, read_holder(bytes(found.bytes()))
+                meta, writer = self._lock()
                 silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
                 if silent < LEASE_SECONDS and (writer["shared"] or not is_dead(writer)):
                     raise StoreError(
@@ -302,9 +305,23 @@ class Objects(Storage):
                         f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, "
                         f"--resume {self} takes over {LEASE_SECONDS:.0f} s after it was last heard of"
                     )
-                return _version(self._ob.put(self._objects, "lock", mine, mode=_version(meta)))
+                return self._put_lock(mine, version_of(meta))
         except (FileNotFoundError, exceptions.PreconditionError) as error:
             raise StoreError(f"another process has just begun or ended writing {self}; try again") from error
+
+    def _lock(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        found = self._ob.get(self._objects, "lock")
+        return found.meta, read_holder(bytes(found.bytes()))
+
+    def _put_lock(self, mine: bytes, mode: Any) -> Any:
+        """The version of the lock that this puts, or that an earlier try has put whose answer was lost."""
+        try:
+            return version_of(self._ob.put(self._objects, "lock", mine, mode=mode))
+        except (self._ob.exceptions.AlreadyExistsError, self._ob.exceptions.PreconditionError):
+            meta, writer = self._lock()
+            if writer != read_holder(mine):
+                raise
+            return version_of(meta)
 
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(LEASE_SECONDS / 4) and not self._lost.is_set():
@@ -315,7 +332,7 @@ class Objects(Storage):
         seen, heard = None, time.monotonic()
         while not ended.wait(LEASE_SECONDS / 8) and not self._lost.is_set():
             try:
-                now = read_holder(bytes(self._ob.get(self._objects, "lock").bytes()))
+                _, now = self._lock()
                 if now["run"] != run:
                     self._lost.set()
                 elif now != seen:
@@ -335,7 +352,7 @@ class Objects(Storage):
         with held.renewing:
             try:
                 mine = holder(held.run, held.shared, held.times + 1)
-                held.version = _version(self._ob.put(self._objects, "lock", mine, mode=held.version))
+                held.version = self._put_lock(mine, held.version)
                 held.times += 1
             except (FileNotFoundError, self._ob.exceptions.PreconditionError):
                 self._lost.set()
@@ -350,17 +367,6 @@ class Objects(Storage):
                 f"another process has taken over {self}, or will: this one, or the first of its run, was not heard of; "
                 "it ends"
             )
-
-
-@dataclass
-class _Held:
-    """A lock that is held: by which run, of several processes or one, in which version, renewed how often."""
-
-    run: str
-    shared: bool
-    version: Any
-    times: int = 0
-    renewing: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _ChunkBuffer(NewChunk):
@@ -385,8 +391,3 @@ def _reason(error: BaseException) -> str:
     if code and message:
         return f"{code[1]}: {message[1]}"
     return re.sub(r"\s+", " ", text.split(" - ", 1)[-1])[:200]
-
-
-def _version(found: Mapping[str, Any]) -> Any:
-    """What tells an object from a later one of its name: S3's tag, Google's generation."""
-    return {key: found[key] for key in ("e_tag", "version") if found.get(key) is not None}

@@ -27,6 +27,7 @@ from normgeo.store.layout import (
     TRAILER,
     ArraySpec,
     Commit,
+    as_numbers,
     as_torch,
     file_problems,
     identity,
@@ -102,11 +103,12 @@ class ChunkReader:
 class HiddenStates:
     """One phase of one site: `[vectors, d]` numbers, of which the committed ones are there.
 
-    As numpy arrays (by index or slice), a dask array (`dask`), one tensor (`torch`) or many (`batches`): all compared
-    with the commit log while they are read. `array` is what zarr reads, without that comparison.
+    As numpy arrays (by index or slice) or a dask array (`dask`), with bfloat16, which numpy has not, as float32; as one
+    tensor (`torch`) or many (`batches`) in their own dtype: all compared with the commit log while they are read.
+    `array` is what zarr reads, without that comparison: of bfloat16 the bits, as uint16.
 
     Attributes:
-        dtype: of the hidden states; bfloat16 is stored as uint16.
+        dtype: of the hidden states.
         shape: committed vectors and their width.
     """
 
@@ -131,32 +133,30 @@ class HiddenStates:
         return self.shape[0]
 
     def __getitem__(self, which: int | slice) -> np.ndarray:
-        """Stored numbers of one committed vector, or of a slice of them.
+        """The numbers of one committed vector, or of a slice of them.
 
         Raises:
             StoreError: a chunk is missing, truncated, or not what was committed.
         """
         if not isinstance(which, slice):
             at = range(len(self))[which]
-            return self._between(at, at + 1)[0]
+            return as_numbers(self._between(at, at + 1)[0], self.spec.dtype)
         wanted = range(len(self))[which]
-        if not wanted:
-            return self._between(0, 0)
-        found = self._between(min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1)
-        return found[:: wanted.step]
+        first, last = (min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1) if wanted else (0, 0)
+        return as_numbers(self._between(first, last), self.spec.dtype)[:: wanted.step]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for row in range(len(self._store.commit_log)):
             yield from self.chunk(row)
 
     def chunk(self, row: int) -> np.ndarray:
-        """Stored numbers of the committed vectors of a row of chunks."""
+        """The numbers of the committed vectors of a row of chunks."""
         layout = self._store.layout
         start, stop = layout.start(row), layout.stop(row)
-        return self._between(start * self.spec.heads, stop * self.spec.heads)
+        return as_numbers(self._between(start * self.spec.heads, stop * self.spec.heads), self.spec.dtype)
 
     def _between(self, start: int, stop: int) -> np.ndarray:
-        """Vectors from `start` up to `stop`: their chunks are read whole."""
+        """What is stored of vectors from `start` up to `stop`: their chunks are read whole."""
         heads, chunk = self.spec.heads, self._store.layout.chunk
         row = start // heads // chunk
         before = row * chunk * heads
@@ -168,7 +168,8 @@ class HiddenStates:
 
     def torch(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "vectors d"]:
         """A range of the committed vectors in their own dtype."""
-        return as_torch(np.ascontiguousarray(self[start:stop]), self.spec.dtype)
+        wanted = range(len(self))[start:stop] or range(0)
+        return as_torch(np.ascontiguousarray(self._between(wanted.start, wanted.stop)), self.spec.dtype)
 
     def dask(self) -> Any:
         """The committed vectors as a dask array, a block a chunk; bfloat16, which numpy has not, as float32.
@@ -218,9 +219,8 @@ def _opened(path: str, before: str, rows: int) -> HiddenStateStore:
 
 
 def _block(path: str, before: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
-    """The numbers of a row of chunks; bfloat16 as float32."""
-    stored = HiddenStates(_opened(path, before, rows), spec).chunk(row)
-    return (stored.astype(np.uint32) << 16).view(np.float32) if spec.dtype == "bfloat16" else stored
+    """The numbers of a row of chunks."""
+    return HiddenStates(_opened(path, before, rows), spec).chunk(row)
 
 
 class HiddenStateStore:

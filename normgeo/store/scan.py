@@ -33,7 +33,7 @@ from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.workers import cluster, threads
-from normgeo.system.files import alone, check_folder, claimed, disk_explained, taken
+from normgeo.system.files import alone, check_folder, claimed, disk_explained, emptied, taken
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch
@@ -137,13 +137,17 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
     store = HiddenStateStore(path)
     with claimed(out, default_stem((store.provenance["identity"]["label"],))) as where:
         check_folder(where)
-        with disk_explained(where), alone(where):
+        with disk_explained(where, resumes=False), alone(where):
             if taken(where):
                 raise RunError(f"{where} is not empty; give another --out")
             record = _record(store, path, **options)
             table = angles_from_store(store, **options)  # which may grow meanwhile
-            write_results(table, where)
-            save_record(where, record | {"status": "complete", "finished": now()})
+            try:
+                write_results(table, where)
+                save_record(where, record | {"status": "complete", "finished": now()})
+            except BaseException:
+                emptied(where)
+                raise
     return table, where
 
 

@@ -219,8 +219,12 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def disk_explained(out: Path | str) -> Iterator[None]:
-    """A full disk, or a place that nobody can write to, as one line: for runs that can be resumed.
+def disk_explained(out: Path | str, *, resumes: bool = True) -> Iterator[None]:
+    """A full disk, or a place that nobody can write to, as one line.
+
+    Args:
+        out: where is written.
+        resumes: the run can be resumed; else nothing of it stays.
 
     Raises:
         RunError: that line.
@@ -229,8 +233,9 @@ def disk_explained(out: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
+            safe = f"what was committed is safe: make space and give --resume {out}"
             raise RunError(
-                f"the disk of {out} is full; what was committed is safe: make space and give --resume {out}"
+                f"the disk of {out} is full; {safe if resumes else 'make space and give the same command again'}"
             ) from error
         if error.errno not in UNWRITABLE:
             raise

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import measure_angles
 from normgeo.angles.runs import new_record, now, safe_name, save_record
+from normgeo.conversion.convert import decompress
+from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, NormGeoError, RunError
 from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, whole_directory, write_whole
 from normgeo.training import figures as training_figures
@@ -49,15 +52,20 @@ class Checkpoint:
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints below a directory: those of `normgeo train`, or any directories named step-N or checkpoint-N.
 
+    Models are called what the directory around their checkpoints is, and where several are called so, by their path.
+
     Raises:
         ModelError: there are none, or two have one name and one step.
     """
-    found = []
+    found: list[Checkpoint] = []
+    homes: dict[str, set[Path]] = {}
     for path in sorted(_with_configuration(folder)):
         number = STEP.fullmatch(path.name)
         if number and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
             found.append(Checkpoint(home.resolve().name, int(number[1]), path))
+            homes.setdefault(home.resolve().name, set()).add(home)
+    found = [_told_apart(point, homes[point.model], folder) for point in found]
     if not found:
         raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
     taken: dict[tuple[str, int], Path] = {}
@@ -66,6 +74,11 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
             raise ModelError(f"{point.path} and {other} have the same name and step; measure them apart")
         taken[point.model, point.step] = point.path
     return sorted(found, key=lambda point: (point.model, point.step))
+
+
+def _told_apart(point: Checkpoint, homes: set[Path], folder: Path) -> Checkpoint:
+    home = next(home for home in homes if point.path.is_relative_to(home))
+    return point if len(homes) == 1 else replace(point, model=home.relative_to(folder).as_posix())
 
 
 def _with_configuration(folder: Path) -> Iterator[Path]:
@@ -185,7 +198,7 @@ def measure_checkpoints(
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
         before = next((about for other, about in abouts.items() if other.model == point.model), None)
-        job = prepare(config, str(point.path), before=before)
+        job = prepare(config, str(point.path), before=before, made=_whole)
         about = job.about | {"sites": [site.key for site in job.sites]}
         where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
         for other, then in abouts.items():  # a table of one model is of one text, cut in one way
@@ -203,6 +216,11 @@ def measure_checkpoints(
     table = pd.concat([done[point] for point in points], ignore_index=True)
     table.attrs = {}
     return table
+
+
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, with all its numbers: of a compressed one the Pre-RMSNorm model that it stands for."""
+    return decompress(model).model if is_compressed(model) else model
 
 
 def _name(point: Checkpoint) -> str:

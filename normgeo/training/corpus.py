@@ -7,6 +7,7 @@ that a run that is killed goes on with the context it would have had.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from normgeo.errors import DataError
-from normgeo.tokens import TokenStream, load_tokens
+from normgeo.tokens import ROWS, TokenStream, load_tokens
 
 __all__ = ["HUB", "Corpus", "Shuffled", "Streamed", "check_hub", "open_corpus"]
 
@@ -55,29 +56,36 @@ class Corpus(Protocol):
 class Shuffled:
     """Contexts of ids in memory: each pass cuts the ids at another offset and shuffles, as the seed decides.
 
+    Rows of an array are sequences of their own: no context goes on from one to the next, and they are always cut at
+    their beginning, into whole contexts.
+
     Raises:
         DataError: fewer ids than one context needs.
     """
 
     def __init__(self, tokens: TokenStream, context: int, seed: int) -> None:
-        batches = tokens.batches(None, 64)
-        ids = np.concatenate([batch.ids.ravel() for batch in batches])
+        pieces = list(tokens.contexts(0))
+        ids, rows = np.concatenate([piece for piece, _ in pieces]), len({document[0] for _, document in pieces})
         self.largest = int(ids.max(initial=0))  # before what is beyond any vocabulary becomes another id
-        self._ids = ids.astype(np.int32)
         self.digest, self.packing = tokens.digest, tokens.packing
         self._context, self._seed, self._next = context, seed, 0
         self._pass: tuple[int, int, np.ndarray] | None = None
-        self._rows = (len(self._ids) - 1) // context
+        self._ids, self._rows = ids.astype(np.int32), (len(ids) - 1) // context
+        if tokens.packing == ROWS and rows > 1:
+            self.packing = f"{ROWS}, cut into whole contexts"
+            whole = [piece for piece, _ in pieces if len(piece) == context]
+            self._ids, self._rows = np.concatenate([*whole, ids[:0]]).astype(np.int32), len(whole)
         if not self._rows:
             raise DataError(
-                f"training needs more than {context:,} tokens, one context; {tokens.source} has {len(self._ids):,}"
+                f"training needs more than {context:,} tokens, one context; {tokens.source} has {len(ids):,}"
+                + (f" in {rows:,} rows" if rows > 1 and tokens.packing == ROWS else "")
             )
 
     def _order(self, number: int) -> tuple[int, np.ndarray]:
         """The offset and the order of the contexts in a pass."""
         if self._pass is None or self._pass[0] != number:
             rng = np.random.default_rng([self._seed, number])
-            offset = int(rng.integers(0, len(self._ids) - self._rows * self._context))
+            offset = int(rng.integers(0, max(1, len(self._ids) - self._rows * self._context)))
             self._pass = number, offset, rng.permutation(self._rows)
         return self._pass[1:]
 
@@ -134,6 +142,7 @@ class Streamed:
         self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
         self._documents = iter(self._dataset)
         self._pass = self._seen = 0
+        self._at: Any = None  # where the data set was sent: before it is read it does not know
 
     def _document(self) -> str:
         row = next(self._documents, None)
@@ -141,10 +150,10 @@ class Streamed:
             if not self._seen:
                 raise DataError(f"{self.digest} has no text in it")
             self._pass, self._seen = self._pass + 1, 0
-            self._dataset = self._open()  # one that was sent to a position begins there again
+            self._dataset, self._at = self._open(), None  # one that was sent to a position begins there again
             self._documents = iter(self._dataset)
             return self._document()
-        self._seen += 1
+        self._seen, self._at = self._seen + 1, None
         return row["text"]
 
     def take(self, rows: int) -> Int64[Tensor, "rows time"]:
@@ -172,13 +181,13 @@ class Streamed:
 
     def position(self) -> dict[str, Any]:
         """The data set's own position, the pass, and the ids that are left over."""
-        return {
-            "pass": self._pass, "seen": self._seen, "dataset": self._dataset.state_dict(), "left": self._left.tolist(),
-        }  # fmt: skip
+        at = self._dataset.state_dict() if self._at is None else self._at
+        return {"pass": self._pass, "seen": self._seen, "dataset": at, "left": self._left.tolist()}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go where `position` was."""
-        self._dataset.load_state_dict(position["dataset"])
+        self._at = position["dataset"]
+        self._dataset.load_state_dict(copy.deepcopy(self._at))
         self._documents = iter(self._dataset)
         self._pass, self._seen = position["pass"], position["seen"]
         self._left = np.asarray(position["left"], np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -61,17 +62,31 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), LEAST.get(field.name, 1)
-            most = SEEDS if field.name == "seed" else MOST
-            if field.type in ("int", "int | None") and value is not None and not least <= value <= most:
-                bound = f"least {least}" if value < least else f"most {most}"
-                raise NormGeoError(f"--{field.name.replace('_', '-')} must be at {bound}, received {value}")
+            value = getattr(self, field.name)
+            if field.name != "precision" and not (value is None and field.name == "checkpoint_every"):
+                _check_number(field.name, value, whole="int" in str(field.type))
         if not (math.isfinite(self.lr) and self.lr > 0 and 0 <= self.dropout < 1):
             raise NormGeoError(f"a learning rate is above 0 and a dropout in [0, 1): {self.lr}, {self.dropout}")
+        if not (0 <= self.weight_decay < math.inf and self.clip > 0 and 0 <= self.beta2 < 1):
+            raise NormGeoError(
+                "weight_decay is finite and at least 0, clip above 0 (inf does not clip), and beta2 in [0, 1): "
+                f"{self.weight_decay}, {self.clip}, {self.beta2}"
+            )
         if self.precision not in PRECISIONS:
             raise NormGeoError(f"no precision {self.precision!r}; choose {', '.join(PRECISIONS)}")
         if self.d % self.heads:
             raise NormGeoError(f"the width {self.d} is no multiple of the number of heads, {self.heads}")
+
+
+def _check_number(name: str, value: Any, *, whole: bool) -> None:
+    kind: Any = numbers.Integral if whole else numbers.Real
+    option = f"--{name.replace('_', '-')}"
+    if not isinstance(value, kind):
+        raise NormGeoError(f"{option} is a {'whole ' if whole else ''}number, received {value!r}")
+    least, most = LEAST.get(name, 1), SEEDS if name == "seed" else MOST
+    if whole and not least <= value <= most:
+        bound = f"least {least}" if value < least else f"most {most}"
+        raise NormGeoError(f"{option} must be at {bound}, received {value}")
 
 
 SIZES = {

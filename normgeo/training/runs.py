@@ -27,11 +27,12 @@ from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
 from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
+from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe, described
 from normgeo.training.state import checkpoint_path, unreadable, write_json
-from normgeo.training.train import start_accelerator, train
+from normgeo.training.train import train
 from normgeo.training.twins import train_tokenizer
 
 __all__ = ["TrainConfig", "default_out", "resume_training", "start_training"]

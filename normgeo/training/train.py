@@ -12,12 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
 import pandas as pd
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
 from jaxtyping import Int64
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -31,50 +28,18 @@ from normgeo.system.files import whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
+from normgeo.training.accelerators import check_sharding, ready, start_accelerator
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
 from normgeo.training.recipe import Recipe, described, is_kept, learning_rate
 from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state, unreadable, write_json
 from normgeo.training.twins import build_twin, evaluate, save_twin
 
-__all__ = ["Trainer", "start_accelerator", "train"]
+__all__ = ["Trainer", "train"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 COLUMNS = ("train_loss", "gradient_norm", "lr", "held_out_loss")
 Report = Callable[[dict[str, float]], None]
-
-
-def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:
-    """The processes and devices to train on: those of `accelerate launch` or torchrun, or this process alone.
-
-    Raises:
-        NormGeoError: the device or the precision cannot be had, or the batch cannot be divided.
-    """
-    if device not in ("auto", "cpu", "cuda", "mps"):
-        raise NormGeoError(f"train on auto, cpu, cuda or mps, not {device!r}; choose GPUs with accelerate launch")
-    if device in ("cuda", "mps") and not getattr(torch, device).is_available():
-        raise NormGeoError(f"there is no {device} device here; give --device cpu")
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)  # a process may train with another precision than before
-    try:
-        accelerator = accelerate.Accelerator(
-            cpu=device == "cpu",
-            mixed_precision=recipe.precision,
-            gradient_accumulation_steps=recipe.accumulate,
-        )
-    except ValueError as error:
-        raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
-    if device != "auto" and accelerator.device.type != device:
-        raise NormGeoError(f"this process trains on {accelerator.device} already; train on {device} in another one")
-    if recipe.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
-        raise NormGeoError("cannot train in fp16 on a CPU; give --precision bf16 or no")
-    parts = accelerator.num_processes * recipe.accumulate
-    if recipe.batch % parts:
-        raise NormGeoError(
-            f"a batch of {recipe.batch} sequences cannot be divided among {accelerator.num_processes} processes with "
-            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}"
-        )
-    return accelerator
 
 
 class Trainer:
@@ -110,8 +75,7 @@ class Trainer:
     ) -> None:
         self.norm, self.recipe, self.corpus, self.folder, self.tokenizer = norm, recipe, corpus, folder, tokenizer
         self.accelerator = start_accelerator(recipe, device)
-        if self.accelerator.distributed_type == DistributedType.FSDP:
-            _check_sharding(norm, self.accelerator.is_fsdp2)
+        check_sharding(norm, self.accelerator)
         end = getattr(tokenizer, "eos_token_id", None)
         built = build_twin(norm, recipe, vocabulary, end) if model is None else model
         with torch.device("meta"):
@@ -138,7 +102,7 @@ class Trainer:
         Raises:
             NormGeoError: the loss or the gradient is not finite; no parameter has changed.
         """
-        recipe, accelerator = self.recipe, self.accelerator
+        recipe, accelerator = self.recipe, ready(self.accelerator, self.recipe)
         rate = learning_rate(self.step, recipe)
         for group in self._adam.param_groups:
             group["lr"] = rate
@@ -202,6 +166,8 @@ class Trainer:
         tokens = recipe.batch * recipe.context
         if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
+        if self.step == recipe.steps and self.folder and not checkpoint_path(self.folder, self.step).exists():
+            self._keep(held_out)  # its state is there, and somebody moved it away
         label, total = self.norm, recipe.steps * tokens
         with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
             while self.step < recipe.steps:
@@ -298,21 +264,6 @@ class Trainer:
             self.step, self.rows = int(about["step"]), [tuple(row) for row in tensors["curve"].tolist()]
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(path, error, AFRESH) from error
-
-
-def _check_sharding(norm: str, version_2: bool) -> None:
-    """Refuse what FSDP cannot do.
-
-    Raises:
-        NormGeoError: it is version 1, or the head is tied to an embedding that is recentered.
-    """
-    if not version_2:
-        raise NormGeoError("models are sharded by FSDP 2; launch with --fsdp_version 2")
-    if norm not in ("layernorm", "rmsnorm"):
-        raise NormGeoError(
-            f"FSDP cannot shard the {norm} training form, whose head is tied to a recentered embedding; train it with "
-            "torchrun or accelerate launch --multi_gpu, the whole model on each device"
-        )
 
 
 def _whole(value: Tensor) -> Tensor:

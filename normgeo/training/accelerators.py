@@ -1,0 +1,88 @@
+"""The processes and devices that a twin is trained on, which accelerate knows of."""
+
+from __future__ import annotations
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+
+from normgeo.errors import NormGeoError
+from normgeo.training.recipe import Recipe
+
+__all__ = ["check_sharding", "ready", "start_accelerator"]
+
+
+def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:
+    """The processes and devices to train on: those of `accelerate launch` or torchrun, or this process alone.
+
+    Raises:
+        NormGeoError: the device, the precision or what was launched cannot be had, or the batch cannot be divided.
+    """
+    if device not in ("auto", "cpu", "cuda", "mps"):
+        raise NormGeoError(f"train on auto, cpu, cuda or mps, not {device!r}; choose GPUs with accelerate launch")
+    if device in ("cuda", "mps") and not getattr(torch, device).is_available():
+        raise NormGeoError(f"there is no {device} device here; give --device cpu")
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=False)  # a process may train with another precision than before
+    try:
+        accelerator = accelerate.Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=recipe.precision,
+            gradient_accumulation_steps=recipe.accumulate,
+        )
+    except ValueError as error:
+        raise NormGeoError(f"cannot train in {recipe.precision} here: {error}") from error
+    except ImportError as error:  # what a launcher was told to use
+        raise NormGeoError(f"cannot train as this process was launched: {error}") from error
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "FSDP") and not kind.startswith("MULTI_"):
+        raise NormGeoError(
+            f"{kind} takes steps of its own; launch with torchrun, or accelerate's --multi_gpu or FSDP 2"
+        )
+    if device != "auto" and accelerator.device.type != device:
+        raise NormGeoError(f"this process trains on {accelerator.device} already; train on {device} in another one")
+    if recipe.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would train in float32
+        raise NormGeoError("cannot train in fp16 on a CPU; give --precision bf16 or no")
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch % parts:
+        raise NormGeoError(
+            f"a batch of {recipe.batch} sequences cannot be divided among {accelerator.num_processes} processes with "
+            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}"
+        )
+    return accelerator
+
+
+def ready(accelerator: accelerate.Accelerator, recipe: Recipe) -> accelerate.Accelerator:
+    """The accelerator at the beginning of an optimizer step of this recipe.
+
+    Its state is the whole process's: another trainer, or a variable of the environment, may have set it.
+
+    Raises:
+        NormGeoError: the process computes in another precision by now.
+    """
+    if accelerator.mixed_precision != recipe.precision:
+        raise NormGeoError(
+            f"another Trainer has set this process to the precision {accelerator.mixed_precision}, and this one trains "
+            f"in {recipe.precision}: train them one after the other"
+        )
+    accelerator.gradient_accumulation_steps = recipe.accumulate
+    accelerator.step = 0
+    return accelerator
+
+
+def check_sharding(norm: str, accelerator: accelerate.Accelerator) -> None:
+    """Refuse what FSDP cannot do.
+
+    Raises:
+        NormGeoError: it is version 1, or the head is tied to an embedding that is recentered.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return
+    if not accelerator.is_fsdp2:
+        raise NormGeoError("models are sharded by FSDP 2; launch with --fsdp_version 2")
+    if norm not in ("layernorm", "rmsnorm"):
+        raise NormGeoError(
+            f"FSDP cannot shard the {norm} training form, whose head is tied to a recentered embedding; train it with "
+            "torchrun or accelerate launch --multi_gpu, the whole model on each device"
+        )
