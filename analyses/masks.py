@@ -20,6 +20,7 @@ from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import DataError, RunError
+from normgeo.figures import on_stream
 from normgeo.geometry import NAMES
 
 Mask = Callable[[ScalarStore], np.ndarray]
@@ -76,7 +77,8 @@ def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Angle to the uniform vector along the depth of the model for each mask, a column per model."""
+    """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model."""
+    frame = on_stream(frame)
     models, masks = list(frame.model.unique()), list(frame["mask"].unique())
     figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
     frame = frame[frame.direction == "uniform"]

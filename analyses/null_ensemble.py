@@ -14,7 +14,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo.errors import DataError
-from normgeo.figures import ROLE_LABELS
+from normgeo.figures import series
 
 COLUMNS = ["model", "site", "layer", "role", "stack", "kind", "phase", "mean_deg", "null_mean_deg", "null_std_deg",
            "null_z", "null_percentile", "energy_percentile", "n_directions"]  # fmt: skip
@@ -43,7 +43,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
     models = list(frame.model.unique())
     figure, grid = _axes.grid(2, models)
-    several = frame["stack"].nunique() > 1
     rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile of its mean angle", None)}
     for row, (value, (label, bound)) in zip(grid, rows.items(), strict=True):
         row[0].set_ylabel(label)
@@ -59,17 +58,15 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     ylim=(-3, 103), yticks=(ticks := [2.5, 25, 50, 75, 97.5]), yticklabels=[f"{t:g}" for t in ticks]
                 )
             part = frame[frame.model == model]
-            for k, (stack, role) in enumerate(part.groupby(["stack", "role"], sort=False).groups):
-                name = ROLE_LABELS.get(role, role)
-                name = f"{stack.split('.')[-2]}: {name}" if several and "." in stack else name
-                here = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer")
+            after = part[part.phase == "post"].set_index("site")
+            for k, (name, pre) in enumerate(series(part[part.phase == "pre"])):
                 style = {"color": _axes.PALETTE[k % 10], "marker": "osD^v<>pPX"[k % 10], "markersize": 3.5,
                          "linewidth": 1, "zorder": 3}  # fmt: skip
-                pre, post = here[here.phase == "pre"], here[here.phase == "post"]
+                post = after.loc[pre.site]
                 axes.plot(pre.layer, pre[value], label=name, **style)
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)
     grid[0, 0].plot([], [], "o:", color="0.4", markerfacecolor="white", markersize=3.5, label="open: after the norm")
-    _axes.legend(figure, columns=4 if several else 5)
+    _axes.legend(figure, columns=4 if frame["stack"].nunique() > 1 else 5)
     n = int(frame.n_directions.max())
     figure.suptitle(f"Mean angle to the uniform vector among those to {n} random directions", fontsize=9)
     return figure

@@ -12,6 +12,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo.errors import DataError
+from normgeo.figures import on_stream
 
 NAMES = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 
@@ -32,8 +33,8 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 
 
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Angle and norm along the depth of the model, a column per model."""
-    models = list(frame.model.unique())
+    """Angle and norm along the depth of the residual stream, a column per model."""
+    frame, models = on_stream(frame), list(frame.model.unique())
     figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
     frame = frame.assign(depth=_source.depth(frame))
     for column, model in enumerate(models):

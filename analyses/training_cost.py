@@ -62,12 +62,14 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
 def _bars(axes: Axes, table: pd.DataFrame) -> None:
     forms = ["no-norm", *FORMS]
-    place, base = np.arange(len(forms)), np.zeros(len(forms))
+    place, base, below = np.arange(len(forms)), np.zeros(len(forms)), np.zeros(len(forms))
     cells = table.set_index(["form", "part"])
     for k, part in enumerate(sorted(PARTS, key=list(LABELS).index)):
         high = np.array([100 * float(cells.ratio.get((form, part), 0.0)) for form in forms])
-        axes.bar(place, high, 0.7, base, color=_axes.PALETTE[k], label=LABELS[part], linewidth=0)
-        base += high
+        under = high < 0  # noise: what was taken away did not cost anything that could be seen
+        bottom = np.where(under, below, base)
+        axes.bar(place, high, 0.7, bottom, color=_axes.PALETTE[k], label=LABELS[part], linewidth=0)
+        base, below = np.where(under, base, base + high), np.where(under, below + high, below)
     whole = 100 * cells.xs("whole", level="part").loc[forms, ["q25", "ratio", "q75"]]
     axes.errorbar(
         place, whole.ratio, [whole.ratio - whole.q25, whole.q75 - whole.ratio], fmt="_", color="0.1", markersize=14,

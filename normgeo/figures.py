@@ -94,23 +94,24 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     """Mean angle with error bars (one standard deviation over tokens) by layer: *Geometry* fig. 3 and 6-13.
 
     Behind them the null ensemble: where the mean angles of the random directions lie (all of them, and the central
-    90%), on the same tokens. One column of axes per site role, one row before and one after the norm.
+    90%), on the same tokens. One column of axes per site role (`series`), one row before and one after the norm.
     """
     frame = frame[frame.model == model]
-    panels, phases = _panels(frame), ("pre", "post")
+    panels = [
+        (label, rows.site) for label, rows in series(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
+    ]
     narrowest, size = (0.28, 8) if len(panels) < 6 else (0.55, 7)
-    sizes = [max(narrowest, frame[(frame["stack"] == s) & (frame.role == r)].layer.nunique() / 6) for s, r in panels]
+    sizes = [max(narrowest, frame[frame.site.isin(sites)].layer.nunique() / 6) for _, sites in panels]
     ratios = [min(each, 1.0) for each in sizes]
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 4.0), layout="constrained")
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
-    several = frame["stack"].nunique() > 1
-    for row, phase in enumerate(phases):
-        for column, (stack, role) in enumerate(panels):
+    for row, phase in enumerate(("pre", "post")):
+        for column, (label, sites) in enumerate(panels):
             axes = grid[row, column]
-            here = frame[(frame["stack"] == stack) & (frame.role == role) & (frame.phase == phase)]
+            here = frame[frame.site.isin(sites) & (frame.phase == phase)]
             _angle_panel(axes, here)
             if row == 0:
-                axes.set_title("\n".join(_names(stack, role, several)), fontsize=size)
+                axes.set_title(label.replace(": ", "\n"), fontsize=size)
             if column == 0:
                 axes.set_ylabel(f"{phase}-norm (degrees)")
             if row == 1:
@@ -167,8 +168,11 @@ def _by_layer(
     return figure, panels
 
 
-def _series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """What is a line each: a role, or of several norms of one role in a layer, as of queries and of keys, each."""
+def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """What is a line each: a role, or of several norms of one role in a layer, as of queries and of keys, each.
+
+    Of a table with one row for each site.
+    """
     for stack, role in _panels(part):
         rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer", kind="stable")
         label, place = ": ".join(_names(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
@@ -181,7 +185,7 @@ def _series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
     palette = sns.color_palette("colorblind")
     markers = "os^Dv<>pPX*h"
-    for k, (label, rows) in enumerate(_series(part)):
+    for k, (label, rows) in enumerate(series(part)):
         axes.plot(
             rows.layer, rows[value], marker=markers[k % 12], markersize=3, linewidth=1, color=palette[k % 10],
             label=plain(label), zorder=3,

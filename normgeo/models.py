@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ __all__ = [
     "check_model",
     "default_dtype",
     "memory_explained",
+    "on_cpu",
     "out_of_memory",
     "pick_dtype",
     "shared_copy",
@@ -38,6 +41,8 @@ __all__ = [
     "usable_device",
     "weights_digest",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {"embedded-layernorm": ASSETS / "layernorm", "embedded-rmsnorm": ASSETS / "rmsnorm"}
@@ -150,6 +155,20 @@ def pick_dtype(name: str | None, device: str) -> torch.dtype | Literal["auto"]:
     if name not in (None, "auto", *DTYPES):
         raise ModelError(f"no dtype {name!r}; choose auto, {', '.join(DTYPES)}")
     return DTYPES.get(name or ("float32" if device == "cpu" else "auto"), "auto")
+
+
+def on_cpu(function: F) -> F:
+    """A function whose own tensors are on the CPU where it does not say otherwise, whatever torch's default device is.
+
+    Where that is the CPU already nothing is entered, which would cost every operation a microsecond.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called  # pyright: ignore[reportReturnType]
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:

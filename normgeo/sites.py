@@ -24,7 +24,7 @@ from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
-from normgeo.models import check_model, default_dtype, uncompiled
+from normgeo.models import check_model, default_dtype, on_cpu, uncompiled
 
 __all__ = ["NormSite", "Role", "find_sites", "is_leaf"]
 
@@ -118,6 +118,7 @@ class _Trace:
     post: dict[str, bool] = field(default_factory=dict)
 
 
+@on_cpu
 def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
     """Find every normalization module that the model calls, in the order of the forward pass.
 

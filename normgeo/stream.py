@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example, max_context
-from normgeo.models import base_model, check_model, memory_explained, uncompiled
+from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
 from normgeo.sites import NormSite, evaluating, find_sites
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
@@ -306,6 +306,7 @@ def _padded(batch: TokenBatch, pad: int) -> bool:
     return any(bool((end == pad).all(1).any()) for end in (batch.ids[:, :3], batch.ids[:, -3:]) if end.shape[1] == 3)
 
 
+@on_cpu
 def observe(
     model: PreTrainedModel,
     tokens: TokenStream | Any,

@@ -59,6 +59,10 @@ def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):
     shutil.copytree(twins / "layernorm/checkpoints", tmp_path / "a/layernorm/checkpoints")
     found = [(p.model, p.step) for p in find_checkpoints(tmp_path)]
     assert found == [("a/rmsnorm", 2), ("b/rmsnorm", 4), ("layernorm", 0), ("layernorm", 2), ("layernorm", 4)]
+    shutil.copytree(tmp_path / "b", tmp_path / "a/rmsnorm/old")
+    inside = [(p.model, p.step) for p in find_checkpoints(tmp_path / "a/rmsnorm")]
+    assert inside == [("old/rmsnorm", 4), ("rmsnorm", 2)]
+    shutil.rmtree(tmp_path / "a/rmsnorm/old")
     frame = measure_checkpoints(find_checkpoints(tmp_path)[:2], CONFIG, tmp_path / "parts", progress=False)
     assert frame.groupby("model").step.unique().map(list).to_dict() == {"a/rmsnorm": [2], "b/rmsnorm": [4]}
 

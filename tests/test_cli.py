@@ -25,9 +25,10 @@ def saved(name, where=None, **changes):
 
 
 def test_angles_of_a_local_model(normgeo, tmp_path):
-    status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--null", 8, "--out", "here")
+    status, out, said = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--null", 8, "--out", "here")
     assert status == 0
-    assert "128 tokens" in out
+    assert "128 tokens" in said
+    assert "128 tokens" not in out  # which may be piped on
     assert "layernorm" in out
     assert (tmp_path / "here/angles.parquet").exists()
     assert "Scenario 1" in (tmp_path / "here/verdict.md").read_text()
@@ -43,7 +44,7 @@ def test_names_are_printed_and_drawn_as_they_are(normgeo):
         status, out, err = normgeo(*words, "--data", data, "--null", 4, "--out", f"{words[0]}[/tmp]")
         assert (status, err.count("Traceback")) == (0, 0)
         assert out.count(name)
-        assert data in out
+        assert data in err
         assert f"{words[0]}[/tmp]: " in out
 
 
@@ -187,9 +188,9 @@ def test_a_centered_model_is_called_one(normgeo):
             if name.endswith(("wte.weight", "wpe.weight", "c_proj.weight", "c_proj.bias")):
                 parameter -= parameter.mean(-1, keepdim=True)
     model.save_pretrained("centered")
-    status, out, _ = normgeo("angles", "centered", "--data", "ids.npy", "--null", 8)
+    status, _, said = normgeo("angles", "centered", "--data", "ids.npy", "--null", 8)
     assert status == 0
-    assert "centered is already centered" in out
+    assert "centered is already centered" in said
 
 
 @pytest.mark.parametrize("where", ["transformers.GPT2Model.forward", "normgeo.angles.statistics.AngleStatistics.end"])
@@ -212,9 +213,9 @@ def test_an_interrupt_says_how_to_go_on(normgeo, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("normgeo.angles.runs._measure", interrupted)
-    status, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "run")
+    status, _, said = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "run")
     assert status == 130
-    assert "normgeo angles --resume run" in out
+    assert "normgeo angles --resume run" in said
 
 
 @pytest.mark.parametrize(
@@ -226,18 +227,18 @@ def test_an_interrupt_before_there_is_anything_does_not_say_how_to_go_on(normgeo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(place, interrupted)
-    status, out, _ = normgeo(words[0], saved("gpt2"), "--data", "ids.npy", *words[1:])
+    status, _, said = normgeo(words[0], saved("gpt2"), "--data", "ids.npy", *words[1:])
     assert status == 130
-    assert out.strip().endswith("interrupted")
+    assert said.strip().endswith("interrupted")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "runs").exists()
 
 
 def test_commands_of_the_store(normgeo, home, tmp_path):
     words = ("capture", home / "gpt2", "--store", "s", "--data", home / "ids.npy", "--tokens", 300, "--null", 4)
-    status, out, err = normgeo(*words)
-    assert status == 0, err
-    assert "exactly" in out
+    status, _, said = normgeo(*words)
+    assert status == 0, said
+    assert "exactly" in said
     assert normgeo("verify", "s")[0] == 0
     assert normgeo("angles", "--store", "s", "--null", 4, "--out", "a")[0] == 0
     assert json.loads((tmp_path / "a/run.json").read_text())["status"] == "complete"
@@ -315,5 +316,12 @@ def test_the_directory_to_resume_can_be_pasted(normgeo, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("normgeo.angles.runs._measure", interrupted)
-    _, out, _ = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "my run")
-    assert "--resume 'my run'" in out
+    _, _, said = normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--out", "my run")
+    assert "--resume 'my run'" in said
+
+
+def test_a_process_without_standard_error(tmp_path):
+    """As services are started."""
+    done = subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -m normgeo --version"], capture_output=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"normgeo ")

@@ -172,6 +172,17 @@ def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):
     assert {"query/key: q_norm", "query/key: k_norm"} <= lines.keys()
 
 
+def test_norms_of_queries_and_of_keys_have_panels_of_their_own(ids):
+    model = zoo.tiny("qwen3")
+    table = measure_angles(model, ids, sites=find_sites(model, qk=True), null=4, progress=False)
+    titles = [axes.get_title() for axes in table.plot("angles").axes if axes.get_title()]
+    assert titles == ["pre-attention", "query/key\nq_norm", "query/key\nk_norm", "pre-MLP", "final"]
+    bars = [axes.containers[0] for axes in table.plot("angles").axes[:5]]
+    for name, bar in zip(("input_layernorm", "q_norm", "k_norm"), bars, strict=False):
+        rows = table.frame[table.frame.site.str.endswith(name)].query("phase == 'pre' and direction == 'uniform'")
+        assert bar.lines[0].get_ydata() == pytest.approx(rows.mean_deg.to_numpy())
+
+
 def test_growth_is_of_the_residual_stream(tables):
     labels = lambda name: {line.get_label() for line in tables[name].plot("norms").axes[0].lines}  # noqa: E731
     assert labels("gemma2") == {"pre-attention", "pre-MLP", "final"}

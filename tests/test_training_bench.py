@@ -143,6 +143,21 @@ def test_plot(measured):
     assert len([axes for axes in figure.axes if axes.patches]) == 2
 
 
+def test_a_part_that_seems_to_cost_less_than_nothing_is_drawn_below_it():
+    """With few rounds that is noise, and no cost of the same size."""
+    frame = raw()
+    without = (frame.form == "pre-rmsnorm") & (frame["without"] == "norms")
+    frame.loc[without, "forward_backward"] *= 2
+    figure = training_cost.plot(frame.assign(size="a"))
+    axes = next(axes for axes in figure.axes if axes.patches)
+    share = breakdown(frame).set_index(["form", "part"]).ratio["pre-rmsnorm", "norms"]
+    assert share < 0
+    lowest = min(patch.get_y() + min(patch.get_height(), 0) for patch in axes.patches)
+    assert lowest == pytest.approx(100 * share)
+    tops = [patch for patch in axes.patches if patch.get_height() > 0 and abs(patch.get_x() - 1.65) < 1e-9]
+    assert max(p.get_y() + p.get_height() for p in tops) == pytest.approx(100 * (10 + 4 + 0.5 + 0.25) / 17)
+
+
 def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypatch):
     monkeypatch.setitem(SIZES, "tiny", small())
     out = tmp_path / "cost.parquet"

@@ -3,12 +3,13 @@
 import copy
 import pickle
 
+import pandas as pd
 import pytest
 import torch
 import transformers as hf
 import zoo
 
-from normgeo import convert, decompress, load_model, optimize
+from normgeo import compare, convert, decompress, find_gauge, find_sites, load_model, measure_angles, observe, optimize
 from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
@@ -144,6 +145,39 @@ def test_a_classifier_without_padding_is_converted_on_what_it_takes():
 def test_gradients_are_needed():
     with pytest.raises(ConversionError, match=r"torch\.inference_mode forbids: leave it first"):
         convert(zoo.tiny("gpt2"))
+
+
+def test_a_gauge_is_found_where_gradients_are_off():
+    model = zoo.tiny("gpt2")
+    expected = find_gauge(model)
+    with torch.no_grad():
+        assert find_gauge(model) == expected
+    assert expected.writers
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"torch\.inference_mode forbids: leave it first"):
+        find_gauge(model)
+
+
+def test_another_default_device_is_the_models_own_affair(ids):
+    """As a script for one GPU sets it; here one on which nothing can be computed."""
+    model = zoo.tiny("gpt2")
+    conversion = convert(model)
+    expected = measure_angles(model, ids, null=4, progress=False).frame
+    recorded = []
+    with torch.device("meta"):
+        found = measure_angles(model, ids, null=4, progress=False).frame
+        assert len(find_sites(model)) == len(find_gauge(model).sites)
+        again = convert(model)
+        assert optimize(copy.deepcopy(again.model)) is not None
+        recorded.append(observe(model, ids, []))
+        both = compare({"a": model, "b": again.model}, ids, null=4, progress=False)
+    pd.testing.assert_frame_equal(found, expected)
+    assert recorded == [ids.size]
+    assert again.certificate.passed
+    assert {p.device.type for p in again.model.parameters()} == {"cpu"}
+    assert both is not None
+    torch.testing.assert_close(
+        again.model(torch.from_numpy(ids)).logits, conversion.model(torch.from_numpy(ids)).logits
+    )
 
 
 @pytest.mark.parametrize("name", ["mbart", "m2m_100", "gpt2"])

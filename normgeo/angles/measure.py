@@ -18,7 +18,7 @@ from normgeo.angles.statistics import BIN_DEGREES, ENERGY_UNIT, GROUPS, PHASES, 
 from normgeo.angles.verdict import summary, verdict
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
-from normgeo.models import memory_explained
+from normgeo.models import memory_explained, on_cpu
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass, check_sites, stream
 from normgeo.system.progress import progress_bar
@@ -319,6 +319,7 @@ def directions_of(sites: Iterable[NormSite], null: int, seed: int) -> dict[int, 
         return {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
 
 
+@on_cpu
 def measure_angles(
     model: PreTrainedModel,
     tokens: TokenStream | Any,

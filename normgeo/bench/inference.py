@@ -147,12 +147,10 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    convolutions: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    try:
+    cudnn: Any = torch.backends.cudnn
+    # not by `fp32_precision` of convolutions alone: who asks for `allow_tf32` then, as compilers do, gets an error
+    with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, allow_tf32=False):
         yield
-    finally:
-        convolutions.fp32_precision = before
 
 
 def check_names(

@@ -31,7 +31,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import load_model, load_tokenizer
-from normgeo.models import EMBEDDED, pick_dtype, usable_device, weights_digest
+from normgeo.models import EMBEDDED, on_cpu, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, taken, whole_directory
@@ -97,6 +97,7 @@ class Comparison:
         figures.save(self.plot(), folder / "figures" / "comparison")
 
 
+@on_cpu
 def compare(
     models: Mapping[str, PreTrainedModel],
     tokens: TokenStream | Any,

@@ -32,7 +32,7 @@ from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.loading import saved_elsewhere
-from normgeo.models import check_model
+from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Conversion", "convert", "decompress"]
@@ -70,6 +70,7 @@ class Conversion:
 
 
 @torch.no_grad()
+@on_cpu
 def convert(
     model: PreTrainedModel,
     to: str = "rmsnorm",
@@ -165,6 +166,7 @@ def _converted(
 
 
 @torch.no_grad()
+@on_cpu
 def decompress(model: PreTrainedModel) -> Conversion:
     """Turn a Pre-CRMSNorm model back into the Pre-RMSNorm one of width d, in which gamma and beta stay folded.
 
@@ -219,7 +221,6 @@ def _widths_explained(to: str, padded: bool) -> Iterator[None]:
         raise ConversionError(f"{error}; the width may be why: compress with padded=True") from error
 
 
-@torch.enable_grad()
 def _gauge(model: PreTrainedModel, inputs: dict[str, Tensor], training: bool) -> Gauge:
     if sum(p.numel() for p in model.parameters()) > LARGE:
         with contextlib.suppress(NormGeoError):  # an architecture that is not the same with fewer layers

@@ -44,7 +44,7 @@ from normgeo.conversion.probing import (
 from normgeo.conversion.reaching import beside, reaching_inputs, without_effect
 from normgeo.conversion.tables import written_by_tables
 from normgeo.errors import ModelError
-from normgeo.models import check_model
+from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
@@ -105,6 +105,8 @@ def center(parameter: Tensor, axis: int) -> None:
     parameter.copy_(exact - exact.mean(axis, keepdim=True))
 
 
+@torch.enable_grad()
+@on_cpu
 def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
     """Find the mean gauge of any model by gradients, in float64, from one forward pass on a small input.
 
@@ -116,9 +118,11 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
 
     Raises:
         ModelError: it is no model of transformers; the outputs or their gradients are NaN, or random (two passes
-            differ).
+            differ); or gradients are not to be had, under `torch.inference_mode`.
     """
     check_model(model)
+    if torch.is_inference_mode_enabled():
+        raise ModelError("a gauge is found by gradients, which torch.inference_mode forbids: leave it first")
     inputs = reaching_inputs(model) if inputs is None else inputs
     sites = tuple(find_sites(model, inputs, qk=True))
     exact = float64_copy(model).train(training)

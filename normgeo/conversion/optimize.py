@@ -28,7 +28,7 @@ from normgeo.conversion.probing import outputs_of, same
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
-from normgeo.models import shared_copy
+from normgeo.models import on_cpu, shared_copy
 from normgeo.sites import evaluating, find_sites
 
 __all__ = ["fused_norms", "optimize"]
@@ -151,6 +151,7 @@ def fused_norms(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if id(module) in readers]
 
 
+@on_cpu
 def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) -> PreTrainedModel:
     """Fuse, in place, residual additions with the RMSNorm or CRMSNorm that reads their sum, for inference.
 

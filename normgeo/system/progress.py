@@ -23,7 +23,8 @@ __all__ = ["meanwhile", "printer", "progress_bar"]
 
 def printer(stderr: bool = False) -> Console:
     """A console that takes text as it is, since names of models and files may have brackets and colons in them."""
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else 132  # a pipe or a log has none of its own
+    stream = sys.stderr if stderr else sys.stdout  # None where a process was started without
+    width = None if stream is not None and stream.isatty() else 132  # a pipe or a log has none of its own
     return Console(stderr=stderr, width=width, markup=False, emoji=False)
 
 

@@ -57,15 +57,14 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     Raises:
         ModelError: there are none, or two have one name and one step.
     """
-    found: list[Checkpoint] = []
-    homes: dict[str, set[Path]] = {}
-    for path in sorted(_with_configuration(folder)):
-        number = STEP.fullmatch(path.name)
-        if number and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            home = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-            found.append(Checkpoint(home.resolve().name, int(number[1]), path))
-            homes.setdefault(home.resolve().name, set()).add(home)
-    found = [_told_apart(point, homes[point.model], folder) for point in found]
+    paths = [(path, STEP.fullmatch(path.name)) for path in sorted(_with_configuration(folder))]
+    homes = {
+        path: path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        for path, number in paths
+        if number and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    }
+    names = _names(set(homes.values()), folder)
+    found = [Checkpoint(names[homes[path]], int(number[1]), path) for path, number in paths if number and path in homes]
     if not found:
         raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
     taken: dict[tuple[str, int], Path] = {}
@@ -76,9 +75,12 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda point: (point.model, point.step))
 
 
-def _told_apart(point: Checkpoint, homes: set[Path], folder: Path) -> Checkpoint:
-    home = next(home for home in homes if point.path.is_relative_to(home))
-    return point if len(homes) == 1 else replace(point, model=home.relative_to(folder).as_posix())
+def _names(homes: set[Path], folder: Path) -> dict[Path, str]:
+    """What the models in these directories are called."""
+    short = {home: home.resolve().name for home in homes}
+    several = {name for name in short.values() if list(short.values()).count(name) > 1}
+    below = {home: home.relative_to(folder).as_posix() if home.is_relative_to(folder) else "." for home in homes}
+    return {home: below[home] if name in several and below[home] != "." else name for home, name in short.items()}
 
 
 def _with_configuration(folder: Path) -> Iterator[Path]:

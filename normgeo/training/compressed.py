@@ -147,7 +147,7 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
 
     The new row or column of each parameter is drawn as the others of a GPT-2 or a ViT were; the rest stays what it is.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]):
         gauge = gauge_of(model)
     axes = {name: axis for name, axis, *_ in (*gauge.readers, *gauge.writers)}
     std, depth = model.config.initializer_range, model.config.num_hidden_layers

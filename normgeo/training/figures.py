@@ -160,7 +160,8 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     tables = [_tables(uniform[uniform.model == model]) for model in models]
     far = max(0.5, *(float(np.nanmax(np.abs(angle - 90))) for angle, _, _ in tables))
     energies = np.log10(np.concatenate([energy.ravel() for _, energy, _ in tables]).clip(1e-6))
-    much = max(0.3, float(np.nanmax(np.abs(energies))))
+    much = min(2.0, max(0.3, float(np.nanmax(np.abs(energies)))))  # recentered models have none of it
+    beyond = "both" if np.nanmax(np.abs(energies)) > much else "neither"
     figure = _figure(max(3.0, 0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables))))
     grid = figure.subplots(2, len(models), squeeze=False)
     for column, (model, (angle, energy, names)) in enumerate(zip(models, tables, strict=True)):
@@ -171,7 +172,7 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         grid[1, column].set_xlabel("training step")
         if column == len(models) - 1:
             figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1,\nminus 90°")
-            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy\nalong 1, times d")
+            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy\nalong 1, times d", extend=beyond)
         if column and names == tables[column - 1][2]:
             for axes in grid[:, column]:
                 axes.set_yticklabels([])
