@@ -322,3 +322,11 @@ def test_an_answer_that_is_lost_is_no_other_writer(home, url, tmp_path, monkeypa
             storage.create("made", b"other")
     finally:
         LOST.clear()
+
+
+def test_a_lock_that_goes_while_it_is_looked_at_is_one_line(url, monkeypatch):
+    storage = storage_at(url)
+    storage.put("lock", b"{}")
+    monkeypatch.setattr(storage, "_lock", lambda: storage.read("gone"))
+    with pytest.raises(StoreError, match="has just begun or ended writing"), storage.writing():
+        pass

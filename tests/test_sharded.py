@@ -171,7 +171,7 @@ def test_the_command_by_shard(tmp_path):
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None
-    assert "shard by shard" in result.stdout
+    assert "shard by shard" in result.stderr
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["layers_certified"] == 3
     refused = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "other"), "--by-shard", "--to", "crmsnorm"])
     assert isinstance(refused.exception, ConversionError)

@@ -240,6 +240,15 @@ def test_a_start_that_fails_leaves_nothing(words, says, tmp_path, normgeo):
     assert not (tmp_path / "twins").exists()
 
 
+def test_text_that_was_cut_in_another_way_is_not_resumed(stopped, normgeo):
+    """As another version of this package may have."""
+    record = json.loads((stopped / "train.json").read_text())
+    (stopped / "train.json").write_text(json.dumps(record | {"packing": "in another way"}))
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert status == 1
+    assert "was started with another packing: in another way, now" in " ".join(error.split())
+
+
 def test_ids_beyond_every_vocabulary_are_not_taken_for_others(tmp_path, normgeo):
     ids = np.random.default_rng(0).integers(0, 300, 3000)
     np.save(tmp_path / "ids.npy", ids + (np.arange(3000) % 2) * 2**32)

@@ -25,7 +25,7 @@ PHASES = {"pre": "before the norm", "post": "after the norm"}
 
 def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: int) -> str:
     """The metrics with a column a model, and below them the angles by site before and after each norm."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
     console.print(_metrics(metrics))
     console.print("Angle to the uniform vector, before → after each norm (degrees, means over tokens)")
     console.print(_angles(pre, post, list(metrics.model)))

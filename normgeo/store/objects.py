@@ -291,11 +291,8 @@ class Objects(Storage):
     def _take(self, mine: bytes) -> Any:
         exceptions = self._ob.exceptions
         try:
-            with self._explained("lock"):
+            with self._explained("lock"), suppress(exceptions.AlreadyExistsError):
                 return self._put_lock(mine, "create")
-        except exceptions.AlreadyExistsError:
-            pass
-        try:
             with self._explained("lock"):
                 meta, writer = self._lock()
                 silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()

@@ -150,7 +150,8 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         gauge = gauge_of(model)
     axes = {name: axis for name, axis, *_ in (*gauge.readers, *gauge.writers)}
-    std, depth = model.config.initializer_range, model.config.num_hidden_layers
+    std = getattr(model.config, "initializer_range", 0.02)
+    depth = getattr(model.config, "num_hidden_layers", 1)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -64,21 +64,23 @@ class Shuffled:
     """
 
     def __init__(self, tokens: TokenStream, context: int, seed: int) -> None:
-        pieces = list(tokens.contexts(0))
-        ids, rows = np.concatenate([piece for piece, _ in pieces]), len({document[0] for _, document in pieces})
-        self.largest = int(ids.max(initial=0))  # before what is beyond any vocabulary becomes another id
+        pieces, self.largest, last, n_tokens = [], 0, 0, 0
+        for batch in tokens.batches(None, 64):
+            self.largest = max(self.largest, int(batch.ids.max(initial=0)))  # before it may become another id
+            last, n_tokens = int(batch.document[-1, -1]), n_tokens + batch.n_tokens
+            pieces.append(batch.ids.astype(np.int32))
         self.digest, self.packing = tokens.digest, tokens.packing
         self._context, self._seed, self._next = context, seed, 0
         self._pass: tuple[int, int, np.ndarray] | None = None
-        self._ids, self._rows = ids.astype(np.int32), (len(ids) - 1) // context
-        if tokens.packing == ROWS and rows > 1:
+        if rows := last + 1 if tokens.packing == ROWS and last else 0:
             self.packing = f"{ROWS}, cut into whole contexts"
-            whole = [piece for piece, _ in pieces if len(piece) == context]
-            self._ids, self._rows = np.concatenate([*whole, ids[:0]]).astype(np.int32), len(whole)
+            pieces = [piece for piece in pieces if piece.shape[1] == context]
+        self._ids = np.concatenate([np.empty(0, np.int32), *(piece.ravel() for piece in pieces)])
+        self._rows = len(self._ids) // context if rows else (len(self._ids) - 1) // context
         if not self._rows:
             raise DataError(
-                f"training needs more than {context:,} tokens, one context; {tokens.source} has {len(ids):,}"
-                + (f" in {rows:,} rows" if rows > 1 and tokens.packing == ROWS else "")
+                f"training needs more than {context:,} tokens, one context; {tokens.source} has {n_tokens:,}"
+                + (f" in {rows:,} rows" if rows else "")
             )
 
     def _order(self, number: int) -> tuple[int, np.ndarray]:

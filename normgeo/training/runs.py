@@ -103,8 +103,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
     record = {
-        "config": asdict(config.absolute()), "recipe": described(recipe), "packing": given.corpus.packing,
-        **given.about(), "status": "running",
+        "config": asdict(config.absolute()), "recipe": described(recipe), **given.about(), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip
@@ -168,7 +167,8 @@ class _Given(NamedTuple):
     def about(self) -> dict[str, Any]:
         """What a run records of it, and compares when it is resumed."""
         return {
-            "data_sha256": self.corpus.digest, "vocabulary": self.vocabulary, "exclude_sha256": _digest(self.excluded),
+            "data_sha256": self.corpus.digest, "packing": self.corpus.packing, "vocabulary": self.vocabulary,
+            "exclude_sha256": _digest(self.excluded),
         }  # fmt: skip
 
 

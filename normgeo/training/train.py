@@ -166,8 +166,11 @@ class Trainer:
         tokens = recipe.batch * recipe.context
         if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
-        if self.step == recipe.steps and self.folder and not checkpoint_path(self.folder, self.step).exists():
-            self._keep(held_out)  # its state is there, and somebody moved it away
+        if self.step == recipe.steps and self.folder is not None:
+            gone = not checkpoint_path(self.folder, self.step).exists()
+            self.accelerator.wait_for_everyone()  # all have looked before one writes
+            if gone:
+                self._keep(held_out)
         label, total = self.norm, recipe.steps * tokens
         with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
             while self.step < recipe.steps:
