@@ -213,5 +213,7 @@ def test_sizes_that_there_are():
     assert task_of("tiny", batch=2, context=8).about["context"] == 8
     with pytest.raises(NormGeoError, match=r"the sizes are tiny, 70m.*vit-tiny, vit-small"):
         task_of("vit-nano")
+    with pytest.raises(NormGeoError, match=r"--batch must be at least 1, received 0$"):
+        task_of("tiny", batch=0)
     with pytest.raises(NormGeoError, match="at least 1 image"):
         task_of("vit-tiny", batch=0)

@@ -33,6 +33,7 @@ from normgeo.models import usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import circumstances, interleaved, synchronize
+from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
 from normgeo.training.twins import build_twin
@@ -135,11 +136,10 @@ def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 
     """
     if size.startswith("vit-") and size in SIZES:
         return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
-    try:
-        recipe = recipe_for(size, batch=batch, context=context)
-    except NormGeoError as error:
-        raise NormGeoError(f"{error}, {', '.join(name for name in SIZES if name.startswith('vit-'))}") from None
-    return text(recipe, vocabulary=vocabulary, seed=seed)
+    if size not in recipes.SIZES:
+        there = [*recipes.SIZES, *(name for name in SIZES if name.startswith("vit-"))]
+        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join(there)}")
+    return text(recipe_for(size, batch=batch, context=context), vocabulary=vocabulary, seed=seed)
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ def train(
     """Train twins: GPT-2s alike in everything but their norm. Under accelerate launch or torchrun, on many devices."""
     import accelerate
 
+    from normgeo.system.ranks import is_first
     from normgeo.training import runs as training_runs
     from normgeo.training.log import check_tensorboard
     from normgeo.training.recipe import recipe_for
@@ -74,7 +75,7 @@ def train(
                 dropout=dropout, precision=precision, checkpoint_every=checkpoint_every, save_every=save_every,
                 evaluate_every=evaluate_every, seed=seed,
             )  # fmt: skip
-            if recipe.warmup >= recipe.steps:
+            if recipe.warmup > recipe.steps and is_first():
                 warn(
                     f"the warm-up takes {recipe.warmup:,} steps and the training {recipe.steps:,}: the rate never "
                     f"comes to {recipe.lr}; give a shorter --warmup"

@@ -37,7 +37,8 @@ class Stream:
 
     Attributes:
         inside: the modules that give hidden states which the mode overwrites.
-        hooks, parts, forwards: their hooks, children and own forwards, which are looked at in every pass.
+        hooks, forwards: their hooks and own forwards, which are looked at in every pass.
+        parts: the children of every module, which are looked at too.
         attentions: whether those that the model gives, when asked for them, are what they should be.
         running: whether a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
@@ -67,9 +68,9 @@ class Stream:
         self.ready: Tensor | None = None
         self.reader: nn.Module | None = None
 
-    def settle(self) -> None:
+    def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
-        self.parts = [(m._modules, tuple(m._modules.values())) for m in self.inside if m._modules]
+        self.parts = [(m._modules, tuple(m._modules.values())) for m in model.modules() if m._modules]
         self.forwards = [(m, m.__dict__.get("forward")) for m in self.inside]
 
     @property

@@ -42,8 +42,8 @@ NO_STATES = "an optimized model has no hidden states to give: its stream is adde
 NO_ATTENTIONS = "an optimized model has no attentions to give where they are what its blocks add to the stream"
 NO_TRACE = "an optimized model cannot be exported or traced: compile, export or trace the converted one"
 CHANGED = (
-    "modules were put into a block, or given another forward, after optimize, which overwrites what they give: change "
-    "the converted model, and optimize it last"
+    "modules were put in, or given another forward, after optimize, which overwrites hidden states: change the "
+    "converted model, and optimize it last"
 )
 REFUSED = {"output_hidden_states": NO_STATES, "output_attentions": NO_ATTENTIONS}
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the largest output; rounding adds up
@@ -191,7 +191,7 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
                 truth, attentions = outputs_of(model, inputs), _with_attentions(model, inputs)
             _install(model, list(norms.values()), blocks, stream)
             _verify(model, inputs, stream, truth, attentions)
-            stream.settle()
+            stream.settle(model)
     except BaseException:
         for module in model.modules():
             if "normgeo_stream" in module.__dict__:

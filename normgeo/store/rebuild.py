@@ -7,7 +7,7 @@ store gamma and some gamma - 1. The recipes below are the ways in use; which one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -171,11 +171,11 @@ def find_rebuild(module: nn.Module, site: NormSite, pre: Vectors, post: Vectors)
         post: its outputs for them.
     """
     gain, bias = (_row(getattr(module, name, None), site.d) for name in ("weight", "bias"))
-    found = [
-        _tried(Rebuild(recipe, offset, gain, bias, False, float("inf")), site.eps, pre, post)
-        for offset in ((0.0, 1.0) if gain is not None else (0.0,))
-        for recipe in _to_try(module, site.kind)
-    ]
+    found: list[Rebuild] = []
+    for offset in (0.0, 1.0) if gain is not None else (0.0,):
+        for recipe in _to_try(module, site.kind):
+            rebuild = Rebuild(recipe, offset, gain, bias, False, float("inf"))
+            found.append(_tried(rebuild, site.eps, pre, post, nearly=not any(other.bit_equal for other in found)))
     equal = [rebuild for rebuild in found if rebuild.bit_equal]
     if len(equal) > 1 and (more := _more(module, pre)) is not None:
         differ = [int((rebuild(more[0], site.eps) != more[1]).any(1).sum()) for rebuild in equal]
@@ -208,15 +208,20 @@ def _to_try(module: nn.Module, kind: Kind) -> list[str]:
     return sorted(names, key=lambda name: name != KERNEL) if getattr(module, "kernel", None) == "rmsnorm" else names
 
 
-def _tried(rebuild: Rebuild, eps: float, pre: Tensor, post: Tensor) -> Rebuild:
+def _tried(rebuild: Rebuild, eps: float, pre: Tensor, post: Tensor, *, nearly: bool) -> Rebuild:
+    """What a recipe gave; how far off it is only where that is of interest too."""
     try:
         found = rebuild(pre, eps)
     except RuntimeError:  # gains of another dtype than a fused norm takes
         return rebuild
+    if same_bits(found, post):
+        return replace(rebuild, bit_equal=True, error=0.0)
+    if not nearly:
+        return rebuild
     good = torch.isfinite(post)
     largest = post[good].double().abs().max().item() if bool(good.any()) else 1.0
     error = (found.double() - post.double())[good].abs().max().item() / (largest or 1.0) if bool(good.any()) else 0.0
-    return Rebuild(rebuild.recipe, rebuild.offset, rebuild.gain, rebuild.bias, same_bits(found, post), error)
+    return replace(rebuild, error=error)
 
 
 def _row(value: object, d: int) -> Row:

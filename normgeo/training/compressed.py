@@ -159,13 +159,13 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
         old, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
         if isinstance(module := model.get_submodule(owner), nn.LayerNorm):
             fill = torch.tensor([1.0 if last == "weight" else 0.0]).to(old)
-            setattr(module, last, nn.Parameter(torch.cat([old, fill])))
+            setattr(module, last, nn.Parameter(torch.cat([old, fill]), old.requires_grad))
             module.normalized_shape = (len(old) + 1,)
         elif (axis := axes.get(name)) is not None:
             size = [1 if i == axis else n for i, n in enumerate(old.shape)]
             scale = std / (2 * depth) ** 0.5 if last == "weight" and ".c_proj." in name else std
             new = torch.zeros(size) if last == "bias" else torch.randn(size) * scale
-            value = nn.Parameter(torch.cat([old, new.to(old)], axis))
+            value = nn.Parameter(torch.cat([old, new.to(old)], axis), old.requires_grad)
             for shared in names[old]:
                 reshape(model, shared, value)
     return model
