@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -19,7 +18,7 @@ from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
-from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded, synchronize
+from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded
 
 __all__ = ["NORMS", "SHAPES", "bench_norms", "norm_summary"]
 
@@ -40,6 +39,7 @@ ENOUGH = 4e-3
 """Seconds of calls in a row that one timing takes: against the clock's own cost, and for a cache that others share."""
 
 EPS = 1e-5
+FEW = 5  # calls whose time tells how many are enough
 
 NARROWEST = 3
 """Of zero mean and with a zero at the end, narrower inputs are nothing but zeros, whose LayerNorm is 0 / 0."""
@@ -203,12 +203,13 @@ def _timed(
     runs: dict[str, Callable], device: torch.device, rounds: int, seconds: float, seed: int
 ) -> list[tuple[int, str, float]]:
     def repeated(run: Callable) -> Callable[[], float]:
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(5):
-            run()
-        synchronize(device)
-        times = max(1, math.ceil(5 * ENOUGH / max(time.perf_counter() - began, 1e-6)))
+        few = functools.partial(_repeat, run, FEW)
+        if device.type == "cuda":
+            few = recorded(few, device)  # called from Python they would take their launches' time
+        few()
+        watch = Stopwatch(device)
+        watch(few)
+        times = max(1, math.ceil(FEW * ENOUGH / max(watch.seconds(), 1e-6)))
 
         again, warm = (functools.partial(_repeat, run, n) for n in (times, 1 + times // 4))
         if device.type == "cuda":

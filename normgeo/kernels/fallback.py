@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 def project(x: Tensor, units: Tensor, centered: bool, out: Tensor) -> None:
     """Norms, projections and, if wanted, norms without the mean, in the dtype of `out`."""
     on_cpu = x.device.type == "cpu"
-    step = min(len(x), max(1, ELEMENTS // x.shape[1])) if on_cpu else len(x)
+    step = min(len(x), max(1, (ELEMENTS if on_cpu else ON_A_DEVICE) // x.shape[1]))
     room = torch.empty((step, x.shape[1]), dtype=out.dtype, device=x.device)
     for i in range(0, len(x), max(1, step)):
         wide, part = room[: len(x) - i].copy_(x[i : i + step]), out[:, i : i + step]

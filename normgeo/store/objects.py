@@ -133,12 +133,13 @@ class Objects(Storage):
                 raise StoreError(f"{where}: there is no bucket {bucket}; create it, or give another --store") from error
             if isinstance(error, FileNotFoundError):
                 raise
+            safe = f"; what is committed is safe, and --resume {self.address} goes on" if self._writing else ""
             if any(word in reason for word in REFUSED):
                 raise StoreError(
                     f"{where}: the credentials are refused ({reason}); see that the environment has the right ones "
-                    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS)"
+                    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS), which may list, "
+                    f"read, write and delete there{safe}"
                 ) from error
-            safe = f"; what is committed is safe, and --resume {self.address} goes on" if self._writing else ""
             raise StoreError(
                 f"{where} cannot be reached ({reason}); see that network, endpoint and credentials are right "
                 f"(AWS_ENDPOINT_URL, AWS_REGION; AWS_ALLOW_HTTP=true for an http endpoint){safe}"
