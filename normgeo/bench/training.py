@@ -110,9 +110,9 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
     def build(form: str) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = ViTForImageClassification(config)
-        if form == "pre-crmsnorm":
-            return compressed(widened(model))
-        return convert(model, gauge=gauge_of(model), trainable=True).model if form == "pre-rmsnorm" else model
+        if form == "pre-rmsnorm":
+            return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
+        return compressed(widened(model)) if form == "pre-crmsnorm" else model
 
     return Task(
         build,

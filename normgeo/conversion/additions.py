@@ -75,12 +75,9 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
     outer.body.insert(0, function)
     tree.body = [outer]
     flags, names = __future__.annotations.compiler_flag, {}
+    code = compile(ast.fix_missing_locations(tree), inner.__code__.co_filename, "exec", flags)
     try:
-        exec(
-            compile(ast.fix_missing_locations(tree), inner.__code__.co_filename, "exec", flags),
-            inner.__globals__,
-            names,
-        )
+        exec(code, inner.__globals__, names)
         return names["outer"](add)
     except Exception:  # a decorator or a default of its class's, which has a name there alone
         return None

@@ -27,10 +27,10 @@ from normgeo.conversion.compression import compress, expand, fold
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import INVISIBLE, Place, float64_copy, looking_at, outputs_of, same, tied, untie
 from normgeo.conversion.reaching import reaching_inputs
-from normgeo.conversion.shallow import shallow_gauge
+from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
-from normgeo.errors import ConversionError, ModelError, NormGeoError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.loading import saved_elsewhere
 from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
@@ -222,10 +222,8 @@ def _widths_explained(to: str, padded: bool) -> Iterator[None]:
 
 
 def _gauge(model: PreTrainedModel, inputs: dict[str, Tensor], training: bool) -> Gauge:
-    if sum(p.numel() for p in model.parameters()) > LARGE:
-        with contextlib.suppress(NormGeoError):  # an architecture that is not the same with fewer layers
-            return shallow_gauge(type(model), model.config, training=training)
-    return find_gauge(model, inputs, training=training)
+    large = sum(p.numel() for p in model.parameters()) > LARGE
+    return (gauge_of if large else find_gauge)(model, inputs, training=training)
 
 
 def _trainable(

@@ -39,7 +39,7 @@ class Stream:
         inside: the modules that give hidden states which the mode overwrites.
         hooks, forwards: their hooks and own forwards, which are looked at in every pass.
         parts: the children of every module, which are looked at too.
-        attentions: whether those that the model gives, when asked for them, are what they should be.
+        refused: options that ask for what would be wrong.
         running: whether a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
@@ -55,7 +55,7 @@ class Stream:
         self.parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.forwards: list[tuple[nn.Module, Any]] = []
         self.mode: Literal["watch", "exact", "fast"] = "watch"
-        self.narrow, self.attentions = False, True
+        self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
         self.reset()
 

@@ -84,7 +84,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             given = args[place] if place is not None and place < len(args) else None
             wanted = kwargs.get(option, given)
             wanted = wanted or (wanted is None and getattr(getattr(self, "config", None), option, False))
-            if wanted and (option == "output_hidden_states" or not stream.attentions):
+            if wanted and option in stream.refused:
                 raise ConversionError(REFUSED[option])
         if stream.running:
             return _within(stream, self, forward, args, kwargs)
@@ -266,8 +266,8 @@ def _verify(
     stream.mode = "exact"
     if not _equal(outputs_of(model, inputs), truth):
         raise ConversionError(f"the stream of {type(model).__name__} is read after it is added to: it cannot be fused")
-    if attentions is not None:  # some give what their blocks add to the stream by that name
-        stream.attentions = _equal(_with_attentions(model, inputs) or [], attentions)
+    if attentions is not None and not _equal(_with_attentions(model, inputs) or [], attentions):
+        stream.refused.add("output_attentions")  # by that name some give what their blocks add to the stream
     stream.narrow = model.dtype is torch.float32 and _may_narrow(model, inputs, stream)
     stream.mode = "fast"
     with norm_ops.launched_always():  # these inputs are few, later ones may be many

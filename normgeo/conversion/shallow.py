@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift, find_gauge
@@ -197,12 +197,12 @@ def shallow_gauge(cls: type[PreTrainedModel], config: PretrainedConfig, *, train
     return deepened(find_gauge(small, training=training), to)
 
 
-def gauge_of(model: PreTrainedModel) -> Gauge:
-    """The gauge of a model whose weights are no special ones, from few of its layers where they are alike."""
+def gauge_of(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
+    """A model's gauge from few of its layers where they are alike, whatever its weights; else `find_gauge`'s."""
     try:
-        return shallow_gauge(type(model), model.config)
+        return shallow_gauge(type(model), model.config, training=training)
     except NormGeoError:  # an architecture that is not the same with fewer layers
-        return find_gauge(model)
+        return find_gauge(model, inputs, training=training)
 
 
 def deepened(gauge: Gauge, to: Spread) -> Gauge:
