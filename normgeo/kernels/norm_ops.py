@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
@@ -89,8 +89,8 @@ def _load() -> Operators:
             directly = other.submit(_directly, flags)
             path = compiled(SOURCE, flags)
         _load_library(path)
-        torch.library.register_fake("normgeo::norm", _like_first)
-        torch.library.register_fake("normgeo::add_norm_", _nothing)
+        library.register_fake("normgeo::norm", _like_first)
+        library.register_fake("normgeo::add_norm_", _nothing)
         return directly.result() or _checked(by_operators(str(path)))
     except (OSError, RuntimeError) as error:
         return NONE._replace(reason=str(error))
