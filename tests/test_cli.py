@@ -296,6 +296,7 @@ def test_an_interrupt_while_libraries_are_loaded_ends_without_a_word():
         "class Loading:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'normgeo.models': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a script starts beside itself ignores it
         "sys.meta_path.insert(0, Loading()); m.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
