@@ -3,9 +3,9 @@ r"""LayerNorm, RMSNorm and CRMSNorm as drop-in modules.
 Equations are those of Jiang et al., "Pre-RMSNorm and Pre-CRMSNorm Transformers" (*Pre-RMSNorm* below). All three keep
 the dtype of their input; half precision is computed in float32, float64 in float64.
 
-Which way a norm is computed does not change what it is. For inference there are kernels that read their input once
-(`normgeo.kernels`); under autograd, in float64 and while `torch.compile` traces, the plain arithmetic below is used,
-which a compiler fuses better than it could a kernel of ours. Without a kernel, a norm on a CPU whose input should have
+Which way a norm is computed does not change what it is. There are kernels that read their input once, and for gradients
+twice (`normgeo.kernels`); in float64 and while `torch.compile` traces, the plain arithmetic below is used, which a
+compiler fuses better than it could a kernel of ours. Without a kernel, a norm on a CPU whose input should have
 zero mean, as that of every converted model, calls torch's LayerNorm, which is faster than RMSNorm in torch, and the
 same function where the means that it gives too are rounding: after training, or where something is added to a stream,
 they are not, and the plain arithmetic is used.

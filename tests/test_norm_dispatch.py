@@ -14,18 +14,18 @@ from normgeo.norms import RMSNorm
 pytestmark = pytest.mark.skipif(not norm_ops.loaded().compiled, reason="needs a compiler")
 
 
-def test_they_leave_float64_autograd_and_transforms_to_torch():
+@pytest.mark.parametrize("gradients", [True, False])
+def test_they_leave_float64_and_transforms_to_torch(gradients):
     norm = random_norm(RMSNorm, 8)
     x = drawn((3, 8), torch.float32)
-    assert not norm_ops.takes(x)  # gradients may be wanted
-    norm(x).sum().backward()
-    assert norm.weight.grad is not None
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         assert norm_ops.takes(x)
         assert not norm_ops.takes(x.double())
         assert not norm_ops.takes(x.to("meta"))
         for_each = torch.func.vmap(lambda row: norm.plain(row))(x)
         torch.testing.assert_close(torch.func.vmap(norm)(x), for_each)
+        _, pulled = torch.func.vjp(norm, x)
+        torch.testing.assert_close(pulled(x)[0], torch.func.vjp(norm.plain, x)[1](x)[0])
         mixed = norm_ops.norm(x.bfloat16(), norm.weight.half(), None, 1e-5, 0.0, "rmsnorm")
         assert mixed is None
 
@@ -60,11 +60,13 @@ def test_both_ways_refuse_the_same(operators, monkeypatch):
     for stream, added in ((x, x[:2]), (x, x.view(8, 3)), (x, wide), (wide, x), (x.half(), x), (x.half(), x.bfloat16())):
         assert norm_ops.add_norm_(stream, added, None, None, 1e-5, 0.0, "rmsnorm") is None
     with torch.enable_grad():
-        assert norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm") is None
+        assert norm_ops.loaded().norm(x, None, None, 1e-5, 0.0, 1) is None  # which have no gradients
         assert norm_ops.add_norm_(x, x.clone(), None, None, 1e-5, 0.0, "rmsnorm") is None
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         assert norm_ops.norm(dual, None, None, 1e-5, 0.0, "rmsnorm") is None
+        with torch.enable_grad():
+            assert norm_ops.norm(dual, None, None, 1e-5, 0.0, "rmsnorm") is None
     assert torch.equal(x, drawn((3, 8), torch.float32))
 
 

@@ -155,6 +155,9 @@ x = torch.arange(12.0).view(3, 4)
 with torch.no_grad():
     for _ in range(2):
         print(RMSNorm(4)(x).sum().item())
+x.requires_grad_()
+RMSNorm(4)(x).square().sum().backward()
+print(x.grad[0, 0].item() * 1e6)
 """
     (tmp_path / "empty").mkdir()
     without = run(code, tmp_path, PATH=str(tmp_path / "empty"), CXX="")
@@ -163,7 +166,7 @@ with torch.no_grad():
     assert off.stderr == ""
     built = run(code, tmp_path)
     assert (built.returncode, built.stderr) == (0, "")
-    assert {p.name.split("-")[0] for p in (tmp_path / "normgeo").iterdir()} >= {"norms"}
+    assert {p.name.split("-")[0] for p in (tmp_path / "normgeo").iterdir()} >= {"norms", "norm_gradients"}
     a, b, c = (list(map(float, r.stdout.split())) for r in (without, off, built))
     assert a == b == pytest.approx(c, rel=1e-6)
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,13 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
-__all__ = ["FLAGS", "compiled", "function"]
+__all__ = ["FLAGS", "compiled", "failed", "function"]
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
 )  # fmt: skip
 HERE = Path(__file__).parent
+_said: set[str] = set()
 SECONDS = 600  # a compiler that takes longer is not waited for; on a busy machine it takes minutes
 
 
@@ -57,6 +59,13 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
             return _whole(folder, name) or _built(folder, name, compiler, source, flags)
     except OSError as error:
         raise OSError(f"nothing can be built in {folder} ({error}); XDG_CACHE_HOME names another cache") from error
+
+
+def failed(reason: str) -> None:
+    """Say why norms have no kernels, each reason once, unless it is wanted so."""
+    if os.environ.get("NORMGEO_KERNELS") != "0" and reason not in _said:
+        _said.add(reason)  # before the warning, which may be an error
+        warnings.warn(f"normgeo computes norms in torch, which is slower: {reason}", stacklevel=3)
 
 
 def _whole(folder: Path, name: str) -> Path | None:

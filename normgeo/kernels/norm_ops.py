@@ -1,7 +1,8 @@
-"""Norms in one pass over their input, alone or of a stream that is added to: kernels for inference.
+"""Norms in one pass over their input, alone or of a stream that is added to: kernels for inference, and for training.
 
-On a CPU they are built on first use, and sums are accumulated in float32. On CUDA they are in Triton, and have
-gradients. None takes float64, which keeps to the exact arithmetic of `normgeo.norms`.
+On a CPU they are built on first use, and sums are accumulated in float32; under autograd there are others
+(`norm_gradients`). On CUDA they are in Triton. None takes float64, which keeps to the exact arithmetic of
+`normgeo.norms`.
 
 A norm of two hundred tokens takes 12 us, and matrix products leave none of the code that leads to it in the caches: the
 way through torch's operators (`torch.ops.normgeo.norm` and `add_norm_`, from `norms.cpp`) then takes 30 us. So the same
@@ -10,11 +11,9 @@ kernels are called with Python's tensors themselves (`norms_direct.cpp`) where P
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,12 +27,12 @@ from torch import Tensor, library, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from normgeo.kernels import launching
-from normgeo.kernels.compiling import compiled
+from normgeo.kernels import differentiable, launching, norm_gradients
+from normgeo.kernels.compiling import compiled, failed
 
 __all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "launched_always", "loaded", "norm", "takes"]
 
-is_compiling = torch.compiler.is_compiling  # looked up once: it is asked for every norm
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once for every norm
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 modes, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state  # pyright: ignore
 
@@ -66,8 +65,8 @@ def loaded() -> Operators:
         return _loaded
     with ThreadPoolExecutor(1) as alone:  # a thread in which nothing is traced, transformed or watched
         new, found = alone.submit(_load_once).result()
-    if new and not found.compiled and os.environ.get("NORMGEO_KERNELS") != "0":
-        warnings.warn(f"normgeo computes norms in torch, which is slower: {found.reason}", stacklevel=2)
+    if new and not found.compiled:
+        failed(found.reason)
     return found
 
 
@@ -123,11 +122,12 @@ def by_operators(path: str) -> Operators:
     ops = torch.ops.normgeo
 
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor | None:
-        return ops.norm(x.contiguous(), weight, bias, *options) if _plain(x) and _suit(x, weight, bias) else None
+        suits = not is_grad_enabled() and _plain(x) and _suit(x, weight, bias)
+        return ops.norm(x.contiguous(), weight, bias, *options) if suits else None
 
     def add_norm_(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
         *numbers, over = options
-        if not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
+        if is_grad_enabled() or not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
         if not _may_write(residual, x):
             return None
@@ -170,13 +170,12 @@ def on_cuda(device: torch.device | None = None) -> Any:
 def takes(x: Tensor) -> bool:
     """Whether there is a kernel for this input as things are: not in float64, nor while it is traced or transformed.
 
-    What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it. On a CPU
-    gradients are torch's.
+    What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it.
     """
     if not _plain(x):
         return False
     if x.is_cpu:
-        return loaded().compiled
+        return norm_gradients.loaded() is not None if is_grad_enabled() else loaded().compiled
     return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda(x.device) is not None
 
 
@@ -185,7 +184,7 @@ def _pays(x: Tensor, kind: str) -> bool:
 
     The same while a graph is recorded as before: kernels cannot be loaded then.
     """
-    return x.numel() >= (LAUNCH >> 4 if torch.is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
+    return x.numel() >= (LAUNCH >> 4 if is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
 
 
 @contextmanager
@@ -199,9 +198,7 @@ def _plain(x: Tensor) -> bool:
     """Whether an input is what kernels are for, lies where it says, and is neither traced, transformed nor watched."""
     if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or not x.dim() or x.is_neg():
         return False
-    if is_compiling() or in_transform() is not None or forward_ad._current_level >= 0 or modes() or tracing():
-        return False
-    return not (x.is_cpu and torch.is_grad_enabled())
+    return not (is_compiling() or in_transform() is not None or forward_ad._current_level >= 0 or modes() or tracing())
 
 
 def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -227,7 +224,7 @@ def _may_write(residual: Tensor, x: Tensor) -> bool:
 
 def _on_cpu(x: Tensor) -> Operators:
     """What is not built before there is something for it: training does without."""
-    return loaded() if _plain(x) else NONE
+    return loaded() if _plain(x) and not is_grad_enabled() else NONE
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str) -> Tensor | None:
@@ -237,6 +234,10 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     """
     if is_compiling():
         return None
+    if x.is_cpu and is_grad_enabled():
+        if not (_plain(x) and _suit(x, weight, bias)) or (kernels := norm_gradients.loaded()) is None:
+            return None
+        return differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
     if x.is_cpu:
         return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
     if not takes(x) or not _pays(x, kind) or not _suit(x, weight, bias):
@@ -256,7 +257,7 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if torch.is_grad_enabled() or not (takes(residual) and _pays(x, kind) and _may_add(residual, x)):
+    if is_grad_enabled() or not (takes(residual) and _pays(x, kind) and _may_add(residual, x)):
         return None
     if not (_suit(residual, weight, bias) and _may_write(residual, x)):
         return None

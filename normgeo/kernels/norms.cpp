@@ -1,6 +1,7 @@
 // The norms as operators of torch's.
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -58,7 +59,7 @@ void checked(const Tensor& residual, const Tensor& x, const Tensor& out, const s
     check(parameters == stream || parameters == FLOAT, "gamma and beta are of the input's dtype or float32");
     const Affine affine = {weight ? weight->data_ptr() : nullptr, bias ? bias->data_ptr() : nullptr, float(offset)};
     run<ADD>({residual.data_ptr(), x.data_ptr(), out.data_ptr(), rows, d, affine, float(eps), int(kind)},
-             {stream, added, made, parameters});
+             {stream, added, made, parameters}, [](auto... given) { torch::stable::parallel_for(given...); });
 }
 
 Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,

@@ -3,8 +3,6 @@
 // that is in the caches already, and nothing else then has to be fetched or evicted.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <type_traits>
 
 #include "lanes.h"
@@ -122,9 +120,9 @@ inline float centered_square(const T* x, int64_t d, float mean) {
     return total(squares);
 }
 
-// x and out may be the same memory: a row is written when all of it has been read.
+// Gives what the row is multiplied by. x and out may be the same memory: a row is written when all of it has been read.
 template <class T, class X, class Z, class W, bool ADD>
-void norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, float eps, int kind) {
+float norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, float eps, int kind) {
     constexpr int K = WORDS && std::is_same_v<T, Bfloat16> && std::is_same_v<W, Bfloat16> ? 2 : 1;
     float sum, square, mean = 0;
     if (kind == RMS) moments<K, T, X, ADD, false>(residual, x, d, &sum, &square);
@@ -166,18 +164,7 @@ void norm_row(T* residual, const X* x, Z* out, int64_t d, const Affine& affine, 
         }
         return bias ? plus(v, j, n) : v;
     });
-}
-
-template <class T, class X, class Z, class W, bool ADD>
-void norm_rows(void* residual, const void* x, void* out, int64_t rows, int64_t d, const Affine& affine, float eps,
-               int kind) {
-    T* r = static_cast<T*>(residual);
-    Z* z = static_cast<Z*>(out);
-    const X* more = static_cast<const X*>(x);
-    torch::stable::parallel_for(0, rows, 1 + 16384 / (d + 1), [&](int64_t a, int64_t b) {
-        for (int64_t i = a; i < b; i++)
-            norm_row<T, X, Z, W, ADD>(r + i * d, ADD ? more + i * d : nullptr, z + i * d, d, affine, eps, kind);
-    });
+    return scale;
 }
 
 struct Call {
@@ -188,16 +175,32 @@ struct Call {
     Affine affine;
     float eps;
     int kind;
+    float* scales = nullptr;  // where to keep what each row was multiplied by
 };
+
+template <class T, class X, class Z, class W, bool ADD, class Loop>
+void norm_rows(const Call& c, const Loop& loop) {
+    T* r = static_cast<T*>(c.residual);
+    Z* z = static_cast<Z*>(c.out);
+    const X* more = static_cast<const X*>(c.x);
+    const int64_t d = c.d;
+    loop(0, c.rows, 1 + 16384 / (d + 1), [&](int64_t a, int64_t b) {
+        for (int64_t i = a; i < b; i++) {
+            const float scale = norm_row<T, X, Z, W, ADD>(r + i * d, ADD ? more + i * d : nullptr, z + i * d, d,
+                                                          c.affine, c.eps, c.kind);
+            if (c.scales) c.scales[i] = scale;
+        }
+    });
+}
 
 enum Type { FLOAT = 0, BFLOAT = 1, HALF = 2 };
 struct Types { int stream, added, made, parameters; };
 
-template <bool ADD>
-void run(const Call& c, const Types& types) {
+// loop(first, last, the least that is worth a thread, body(begin, end)) may be parallel.
+template <bool ADD, class Loop>
+void run(const Call& c, const Types& types, const Loop& loop) {
     auto go = [&](auto stream, auto more, auto result, auto parameter) {
-        norm_rows<decltype(stream), decltype(more), decltype(result), decltype(parameter), ADD>(
-            c.residual, c.x, c.out, c.rows, c.d, c.affine, c.eps, c.kind);
+        norm_rows<decltype(stream), decltype(more), decltype(result), decltype(parameter), ADD>(c, loop);
     };
     const bool wide = types.parameters == FLOAT, narrow = types.made != types.stream;
     const float full = 0.0f;

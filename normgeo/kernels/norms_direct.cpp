@@ -5,6 +5,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
@@ -84,9 +85,10 @@ struct Numbers {
 
 template <bool ADD>
 void without_the_lock(const Call& call, const Types& types) {
-    if (call.rows * call.d < LONG) return run<ADD>(call, types);
+    const auto loop = [](auto... given) { torch::stable::parallel_for(given...); };
+    if (call.rows * call.d < LONG) return run<ADD>(call, types, loop);
     pybind11::gil_scoped_release others;
-    run<ADD>(call, types);
+    run<ADD>(call, types, loop);
 }
 
 Tensor made_like(const Tensor& x) { return at::detail::empty_cpu(x.sizes(), x.scalar_type()); }

@@ -8,8 +8,7 @@ With v the input, s its sum where it is CRMSNorm's and 0 otherwise, and D what t
 
 LayerNorm, to compare with, is RMSNorm of v less its mean, and dv is what is left of RMSNorm's without its mean.
 
-A row is read once and stays in registers; sums are in float32. Short rows go several to a program. Gradients of
-gradients are torch's.
+A row is read once and stays in registers; sums are in float32. Short rows go several to a program.
 """
 
 # Triton comes with torch for CUDA, and is not there without; it wants its functions bare, and checkers of types under
@@ -26,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from normgeo.kernels import differentiable
 
 __all__ = ["add_norm_", "launch_smallest", "norm"]
 
@@ -125,74 +126,51 @@ def _plan(x: Tensor, kept: int = 1) -> dict[str, int]:
 
 def _launch(
     x: Tensor, more: Tensor | None, out: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    kind: int, *, save: bool = False,
-) -> Tensor | None:  # fmt: skip
+    kind: int, scales: Tensor | None = None,
+) -> None:  # fmt: skip
     d, rows = x.shape[-1], _rows(x)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device) if save else None
     if not rows:
-        return scale
+        return
     plan = _plan(x)
     with _device(x):
         _forward[(_ceil(rows, plan["ROWS"]),)](
-            x, more, weight, bias, out, scale, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
-            WEIGHT=weight is not None, BIAS=bias is not None, SAVE=save, **plan,
+            x, more, weight, bias, out, scales, rows, d, d + (kind == 2), eps, offset, KIND=kind, ADD=more is not None,
+            WEIGHT=weight is not None, BIAS=bias is not None, SAVE=scales is not None, **plan,
         )  # fmt: skip
-    return scale
 
 
-class _Norm(torch.autograd.Function):
-    """The norm as a function that has a gradient, in the same two kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
-    ) -> Tensor:
-        z = torch.empty_like(x)
-        scale = _launch(x, None, z, weight, bias, eps, offset, kind, save=True)
-        ctx.save_for_backward(x, weight, bias, scale)
-        ctx.eps, ctx.offset, ctx.kind = eps, offset, kind
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # gradients of these gradients are wanted
-            return *_differentiable(ctx, x, weight, bias, grads[0]), None, None, None
-        dz, d = grads[0].contiguous(), x.shape[-1]
-        rows, plan, dx = _rows(x), _plan(x, kept=2), torch.empty_like(x)
-        blocks = _ceil(rows, plan["ROWS"])
-        steps = max(1, _ceil(blocks, _multiprocessors(x.device) * max(1, RESIDENT // plan["num_warps"])))
-        programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
-        room = {"size": (programs, d), "dtype": torch.float32, "device": x.device}
-        dweight, dbias = (torch.empty(**room) if wanted else None for wanted in ctx.needs_input_grad[1:3])
-        if programs:
-            with _device(x):
-                _backward[(programs,)](
-                    x, weight, scale, dz, dx, dweight, dbias, rows, d, d + (ctx.kind == 2), ctx.offset, steps,
-                    KIND=ctx.kind, WEIGHT=weight is not None, DWEIGHT=dweight is not None, DBIAS=dbias is not None,
-                    **plan,
-                )  # fmt: skip
-        total = [None if p is None else p.sum(0).to(of.dtype) for p, of in ((dweight, weight), (dbias, bias))]
-        return dx, *total, None, None, None
+def _saving(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
+) -> tuple[Tensor, Tensor]:
+    z, scales = torch.empty_like(x), torch.empty(_rows(x), dtype=torch.float32, device=x.device)
+    _launch(x, None, z, weight, bias, eps, offset, kind, scales)
+    return z, scales
 
 
-def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dz: Tensor) -> list[Tensor | None]:
-    """The gradients of x, gamma and beta in torch's arithmetic, which has gradients itself."""
-    v = x.float()
-    if ctx.kind == 0:
-        v = v - v.mean(-1, keepdim=True)
-    square = v.square().sum(-1, keepdim=True)
-    if ctx.kind >= 2:
-        square = square + v.sum(-1, keepdim=True).square()
-    z = v * torch.rsqrt(square / (x.shape[-1] + (ctx.kind == 2)) + ctx.eps)
-    if weight is not None:
-        z = z * (weight.float() + ctx.offset)
-    if bias is not None:
-        z = z + bias.float()
-    needed = ctx.needs_input_grad[:3]
-    wanted = [t for t, is_needed in zip((x, weight, bias), needed, strict=True) if t is not None and is_needed]
-    found = iter(torch.autograd.grad(z.to(x.dtype), wanted, dz, create_graph=True))
-    return [next(found) if is_needed else None for is_needed in needed]
+def _gradients(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scales: Tensor, dz: Tensor, offset: float, kind: int,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    rows, d, plan, dx = _rows(x), x.shape[-1], _plan(x, kept=2), torch.empty_like(x)
+    blocks = _ceil(rows, plan["ROWS"])
+    steps = max(1, _ceil(blocks, _multiprocessors(x.device) * max(1, RESIDENT // plan["num_warps"])))
+    programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
+    room = {"size": (programs, d), "dtype": torch.float32, "device": x.device}
+    dweight, dbias = (torch.empty(**room) if is_wanted else None for is_wanted in wanted)
+    if programs:
+        with _device(x):
+            _backward[(programs,)](
+                x, weight, scales, dz, dx, dweight, dbias, rows, d, d + (kind == 2), offset, steps, KIND=kind,
+                WEIGHT=weight is not None, DWEIGHT=dweight is not None, DBIAS=dbias is not None, **plan,
+            )  # fmt: skip
+    return dx, _total(dweight, weight), _total(dbias, bias)
+
+
+def _total(sums: Tensor | None, of: Tensor | None) -> Tensor | None:
+    return None if sums is None or of is None else sums.sum(0).to(of.dtype)
+
+
+KERNELS = differentiable.Kernels(_saving, _gradients)
 
 
 def _rows(x: Tensor) -> int:
@@ -216,7 +194,7 @@ def _multiprocessors(device: torch.device) -> int:
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int) -> Tensor:
     """The norm of contiguous x [..., d], with gradients where they are wanted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return _Norm.apply(x, weight, bias, eps, offset, kind)  # pyright: ignore
+        return differentiable.norm(KERNELS, x, weight, bias, eps, offset, kind)
     z = torch.empty_like(x)
     _launch(x, None, z, weight, bias, eps, offset, kind)
     return z
