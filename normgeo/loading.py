@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
@@ -27,11 +28,13 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "saved_elsewhere",
+    "warn_of_more",
     "whence",
 ]
 
 UNLOADABLE = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, SafetensorError,
+    StrictDataclassError,
 )  # fmt: skip
 """What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
 
@@ -111,11 +114,23 @@ def _check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) ->
         )
     if missing:
         warnings.warn(f"{name} is loaded with random numbers where {_counted(missing)} not stored", stacklevel=3)
+    warn_of_more(name, model, found["unexpected_keys"])
+
+
+def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Warn of weights that a checkpoint has and its model does not: of more layers, or of a head that nothing names."""
     known = {DIGITS.sub("0", key) for key in model.state_dict()}
-    if unused := sorted(key for key in found["unexpected_keys"] if DIGITS.sub("0", key) in known):
+    unexpected = sorted(unexpected)
+    if unused := [key for key in unexpected if DIGITS.sub("0", key) in known]:
         warnings.warn(
             f"{name} has weights of more layers than its config.json tells of: {_counted(unused)} left out",
-            stacklevel=3,
+            stacklevel=4,
+        )
+    elif unexpected and not {cls.__name__ for cls in type(model).__mro__} & set(model.config.architectures or ()):
+        warnings.warn(
+            f"{name} is loaded as {type(model).__name__}, since the architectures in its config.json name no class of "
+            f"transformers: {_counted(unexpected)} left out",
+            stacklevel=4,
         )
 
 
@@ -158,15 +173,32 @@ def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[P
         options["trust_remote_code"] = True
         causal = "AutoModelForCausalLM" in raw["auto_map"]
         return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    names = config.architectures or []
-    return config, next((c for n in names if (c := getattr(transformers, n, None))), transformers.AutoModel)
+    return config, _named(config) or _headless(config)
+
+
+def _named(config: PretrainedConfig) -> Any | None:
+    """The class of transformers that a configuration names first; None where it names none."""
+    found = (getattr(transformers, str(name), None) for name in config.architectures or ())
+    return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+
+
+def _headless(config: PretrainedConfig) -> Any:
+    """The class of the model without a head, which goes with a configuration that names none."""
+    try:
+        cls = transformers.AutoModel._model_mapping[type(config)]  # pyright: ignore
+    except KeyError:
+        return transformers.AutoModel  # which says what is wrong
+    return cls if isinstance(cls, type) else transformers.AutoModel  # of several its configuration chooses
 
 
 def _converted(raw: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     """The class of a converted model, built here instead of by the code in its checkpoint."""
     kind = raw.pop("model_type").removeprefix(PREFIX)
-    native = type(transformers.AutoConfig.for_model(kind))
-    model = converted_class(getattr(transformers, raw["architectures"][0]), native)
+    native = transformers.AutoConfig.for_model(kind)
+    native.architectures = raw.get("architectures")
+    if (cls := _named(native)) is None:
+        raise ValueError(f"its architectures name no class of transformers: {native.architectures}")
+    model = converted_class(cls, type(native))
     return model.config_class.from_dict(raw), model  # pyright: ignore
 
 

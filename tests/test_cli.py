@@ -256,7 +256,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
         ((*words[:2], "--store", "afile/b", *words[4:]), "afile/b cannot be written: Not a directory"),
         (
             ("capture", home / "gpt2", "--resume", "s", "--tokens", 3, "--dtype", "float16"),
-            "leave out MODEL, --tokens, --dtype: beside --resume nothing else may be given",
+            "leave out MODEL, --tokens, --dtype: beside --resume only --trust-remote-code may be given",
         ),
         (("angles", home / "gpt2", "--store", "s"), "leave out MODEL: beside --store only --null, "),
         (("angles", "--store", "s", "--batch", 8, "--qk"), "leave out --batch, --qk: beside --store only --null, "),

@@ -148,6 +148,16 @@ def test_models_that_see_later_tokens_have_no_perplexity(name, changes, dtype, i
     assert frame.kl_mean[1] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masked_language_models_whose_tokens_hardly_see_each_other_have_none_either(dtype, ids):
+    """As those of transformers' own random weights, whose outputs are nearly what their biases are."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.BertConfig(**shape, vocab_size=96, max_position_embeddings=64)
+    model = transformers.BertForMaskedLM(config).to(dtype).eval()
+    assert compare({"a": model, "b": model}, ids, **QUICK).frame.perplexity.isna().all()
+
+
 @pytest.mark.parametrize("name", sorted(set(zoo.CONFIGS) - {"vit", "whisper", "bert", "albert", "t5"}))
 def test_causal_models_have_one(name, ids):
     for dtype in (torch.float32, torch.bfloat16):

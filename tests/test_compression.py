@@ -1,11 +1,14 @@
 """CRMSNorm and folding: equal outputs in fewer numbers, and back."""
 
+import copy
+
 import pytest
+import torch
 from test_convert import PRE_LN, worst_error
 from zoo import tiny
 
 from normgeo import convert, decompress
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm, RMSNorm
 
@@ -85,6 +88,15 @@ def test_decompress_turns_it_back(name, padded):
     assert len(back.recentered) == len(conversion.recentered)
     with pytest.raises(ConversionError, match="not compressed"):
         decompress(back.model)
+
+
+def test_what_gives_no_numbers_is_not_decompressed():
+    _, conversion = converted("gpt2", to="crmsnorm")
+    model = copy.deepcopy(conversion.model)
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(torch.nan)
+    with pytest.raises(ModelError, match="NaN"):
+        decompress(model)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "opt", "mpt", "falcon", "bloom", "whisper"])

@@ -105,6 +105,13 @@ def test_norms_whose_streams_are_read_raw_are_kept_and_the_reader_is_named():
     assert all(re.search("(query|ffn)( |,).*as well", reason) for reason in conversion.kept.values())
 
 
+def test_what_was_converted_in_part_is_not_converted_again():
+    """The second recipe would be all that a checkpoint tells."""
+    conversion = convert(tiny("albert"))
+    with pytest.raises(ConversionError, match=r"is converted already, .* convert its original again, with --outputs"):
+        convert(conversion.model)
+
+
 def test_the_naive_swap_is_not_equal_and_says_so():
     conversion = convert(tiny("gpt2"), to="naive-rmsnorm")
     assert not conversion.certificate.passed

@@ -10,13 +10,14 @@ import tokenizers
 import torch
 import transformers as hf
 from typer.testing import CliRunner
-from zoo import tiny
+from zoo import perturb, tiny
 
 from normgeo import convert, load_model
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.cli.main import app
 from normgeo.conversion import runs
+from normgeo.conversion.certify import certificate_inputs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.sharded import convert_sharded
@@ -52,6 +53,46 @@ def check_readable(folder):
     assert (folder / "additional_chat_templates" / "rag.jinja").is_file()
     assert all(mode == (0o755 if path.is_dir() else 0o644) for path, mode in modes(folder).items())
     assert hf.AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
+
+
+# --- that it is the model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_configuration_does_not_tell_is_noticed_in_every_precision(dtype, tmp_path):
+    model = tiny("gpt_neox").to(dtype)
+    for layer in model.gpt_neox.layers:
+        layer.attention.scaling *= 1.02
+    with pytest.raises(ConversionError, match="its checkpoint is read as another model"):
+        save(convert(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    save(convert(tiny("gpt_neox").to(dtype)), tmp_path / "out")
+
+
+def test_a_model_that_only_a_user_can_give_inputs_is_compared_on_those(tmp_path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    model = perturb(hf.InstructBlipForConditionalGeneration(
+        hf.InstructBlipConfig(
+            vision_config={**shape, "image_size": 16, "patch_size": 8},
+            qformer_config={**shape, "vocab_size": 96, "encoder_hidden_size": 32, "max_position_embeddings": 64},
+            text_config={
+                "model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+                "vocab_size": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1,
+            },
+            num_query_tokens=4, image_token_index=95,
+        )
+    )).eval()  # fmt: skip
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, :4] = 95
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "qformer_input_ids": ids[:, 5:], "input_ids": ids}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    assert certificate_inputs(model) == []
+    save(convert(model, inputs=inputs), tmp_path / "same")
+    for layer in model.language_model.model.decoder.layers:
+        layer.activation_fn = torch.nn.Tanh()
+    with pytest.raises(ConversionError, match="its checkpoint is read as another model"):
+        save(convert(model, inputs=inputs), tmp_path / "other")
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------

@@ -152,12 +152,69 @@ def test_models_that_check_the_class_of_their_configuration_are_loaded(tmp_path)
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
+def edited(folder, edit):
+    """A checkpoint in one file, with other tensors in it."""
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
+def test_buffers_that_older_versions_stored_are_left_out_as_loading_does(name, tmp_path):
+    """As those of Pythia and GPT-2 on the hub."""
+    model = tiny(name)
+    model.save_pretrained(tmp_path / "in")
+
+    def add(weights):
+        first = next(k for k in weights if "0" in k and k.endswith("bias")).rpartition("0.")[0]
+        for end in ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq", "attn.bias"):
+            weights[f"{first}0.{end}"] = torch.ones(2)
+
+    edited(tmp_path / "in", add)
+    convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert not [
+        key for key in load_file(tmp_path / "out" / "model.safetensors") if key.endswith(("inv_freq", "0.attn.bias"))
+    ]
+    inputs = example_inputs(model)
+    with torch.no_grad():
+        a, b = model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_more_layers_are_said(tmp_path):
+    tiny("gpt_neox").save_pretrained(tmp_path / "in")
+    edited(tmp_path / "in", lambda weights: weights.update({"gpt_neox.layers.9.attention.dense.bias": torch.zeros(32)}))
+    with pytest.warns(UserWarning, match=r"more layers than its config.json tells of: gpt_neox.layers.9"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+
+
+def test_some_tensors_may_be_of_another_dtype(tmp_path):
+    """Files by safetensors have the widest dtype first."""
+    tiny("gpt_neox").bfloat16().save_pretrained(tmp_path / "in")
+    name = "gpt_neox.layers.0.input_layernorm.weight"
+    edited(tmp_path / "in", lambda weights: weights.update({name: weights[name].float() + 0.001}))
+    assert convert_sharded(tmp_path / "in", tmp_path / "out").certificate.own_dtype == "bfloat16"
+    assert load_file(tmp_path / "out" / "model.safetensors")[name].dtype == torch.float32
+
+
+def test_a_shard_may_have_the_name_of_what_is_untied(tmp_path):
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "in", max_shard_size="50KB")
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    first = min(tmp_path.glob("in/*.safetensors"))
+    first.rename(first.with_name("model-untied.safetensors"))
+    index.write_text(index.read_text().replace(first.name, "model-untied.safetensors"))
+    convert_sharded(tmp_path / "in", tmp_path / "out")
+    inputs = example_inputs(model)
+    with torch.no_grad():
+        a, b = model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_names_that_are_not_the_models_are_refused(tmp_path):
     tiny("opt").save_pretrained(tmp_path / "in")
-    weights = load_file(tmp_path / "in" / "model.safetensors")
-    weights["other"] = torch.zeros(2)
-    save_file(weights, tmp_path / "in" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConversionError, match="other and 0 others"):
+    edited(tmp_path / "in", lambda weights: weights.pop("model.decoder.layers.0.fc1.bias"))
+    with pytest.raises(ConversionError, match=r"it has no model.decoder.layers.0.fc1.bias, nor 0 others"):
         convert_sharded(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "none").mkdir()

@@ -70,6 +70,19 @@ class RunConfig:
                 f"version reads ({type(error).__name__}: {error}); resume with that version, or start again elsewhere"
             ) from error
 
+    def consented(self, trust_remote_code: bool, where: Path | str) -> RunConfig:
+        """The same. That a repository's code may run is said by who resumes a run, not by a file that may be anyone's.
+
+        Raises:
+            RunError: it runs such code, and nobody said so now.
+        """
+        if self.trust_remote_code and not trust_remote_code:
+            raise RunError(
+                f"{where} says to run the code of {', '.join(self.models)}: resume it with --trust-remote-code "
+                "(trust_remote_code=True) if you trust that"
+            )
+        return self
+
     @property
     def source(self) -> str:
         """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""

@@ -70,12 +70,17 @@ def _check_free(out: Path) -> None:
         raise RunError(f"{out} exists and is no run; give another --out")
 
 
-def resume_run(out: Path, **options: Any) -> AngleTable:
+def resume_run(out: Path, *, trust_remote_code: bool = False, **options: Any) -> AngleTable:
     """Finish an interrupted run with the configuration it was started with.
 
+    Args:
+        out: its directory.
+        trust_remote_code: run the repository's own code, as the run did so far.
+        **options: see `_execute`.
+
     Raises:
-        RunError: there is no run, it is complete, another process is at it, or the model or the data are no longer
-            those it was started with.
+        RunError: there is no run, it is complete, another process is at it, the model or the data are no longer those
+            it was started with, or it runs a repository's code and `trust_remote_code` does not say so.
     """
     if not (out / "run.json").is_file():
         raise RunError(f"{out} holds no run.json; there is nothing to resume")
@@ -84,7 +89,8 @@ def resume_run(out: Path, **options: Any) -> AngleTable:
     check_folder(out, "--resume")
     with alone(out):
         record = _read(out)
-        return _execute(RunConfig.recorded(record["config"], out / "run.json"), out, record, **options)
+        config = RunConfig.recorded(record["config"], out / "run.json").consented(trust_remote_code, out / "run.json")
+        return _execute(config, out, record, **options)
 
 
 def _read(out: Path) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class ScalarStore:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self.root = zarr.open_group(path, mode="r")
+            self.root = zarr.open_group(path, mode="r", zarr_format=3)
             self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
         except (FileNotFoundError, KeyError, OSError) as error:
             raise RunError(f"{path} is not a scalars.zarr: {error}") from error

@@ -88,10 +88,11 @@ def angles(
     if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
     if resume is not None:
-        refuse_beside("--resume")
-        with _resumable(resume):
-            steps = checkpoint_angles.resume_checkpoints(resume, announce=note)
-            frame = runs.resume_run(resume, announce=note).frame if steps is None else steps
+        refuse_beside("--resume", "--trust-remote-code")
+        options = {"trust_remote_code": trust_remote_code, "announce": note}
+        with _resumable(resume, trust_remote_code):
+            steps = checkpoint_angles.resume_checkpoints(resume, **options)
+            frame = runs.resume_run(resume, **options).frame if steps is None else steps
         _summary(frame, resume)
         return
     if model and checkpoints:
@@ -108,16 +109,16 @@ def angles(
             "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
         )  # fmt: skip
-        with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where):
+        with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where, trust_remote_code):
             frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note)
     else:
-        with claimed(out, runs.default_stem(names)) as where, _resumable(where):
+        with claimed(out, runs.default_stem(names)) as where, _resumable(where, trust_remote_code):
             frame = runs.start_run(config, where, announce=note).frame
     _summary(frame, where)
 
 
-def _resumable(where: Path) -> AbstractContextManager[None]:
-    return resumable("angles", where, (where / "run.json").is_file)
+def _resumable(where: Path, trust_remote_code: bool) -> AbstractContextManager[None]:
+    return resumable("angles", where, (where / "run.json").is_file, trust_remote_code)
 
 
 def _summary(frame: pd.DataFrame, where: Path) -> None:

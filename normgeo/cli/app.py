@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -50,8 +51,31 @@ def warn(text: str) -> None:
     meanwhile.print(Text.assemble(("warning", "yellow"), f": {text}"))
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as batch systems send it: handled as Ctrl-C is, so that nothing is left half-written."""
+
+
+def _on_sigterm() -> None:
+    """Raise `Terminated` from now on; in a rank not, for one that waits for others that died would not come to it."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or "RANK" in os.environ:
+        return
+    own = os.getpid()
+
+    def handle(*_: object) -> None:
+        if os.getpid() == own:
+            raise Terminated
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that was forked, whose parent ends it
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with suppress(ValueError):  # not in another thread than the main one
+        signal.signal(signal.SIGTERM, handle)
+
+
 def quiet() -> None:
-    """Leave the terminal to our own output: one progress bar, one line for an error; Ctrl-C is an exception again."""
+    """Leave the terminal to our own output: one progress bar, one line for an error; Ctrl-C is an exception again.
+
+    So is SIGTERM.
+    """
     import huggingface_hub
     import transformers
 
@@ -60,17 +84,21 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of `main`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _on_sigterm()
 
 
 @contextmanager
-def resumable(command: str, where: Path | str, begun: Callable[[], bool]) -> Iterator[None]:
+def resumable(
+    command: str, where: Path | str, begun: Callable[[], bool], trust_remote_code: bool = False
+) -> Iterator[None]:
     """End an interrupted command as a shell expects, and say how to go on where anything was begun."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         from normgeo.system.ranks import is_first
 
         if is_first():
-            go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}" if begun() else ""
+            trust = " --trust-remote-code" if trust_remote_code else ""
+            go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}{trust}" if begun() else ""
             note(f"interrupted{go_on}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None

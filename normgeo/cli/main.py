@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import signal
 import sys
+import warnings
 
 from rich.text import Text
 
 from normgeo.cli import angles, bench, conversion, store, train  # noqa: F401  (they register themselves)
-from normgeo.cli.app import app
+from normgeo.cli.app import app, warn
 from normgeo.errors import NormGeoError
 from normgeo.system.progress import meanwhile
 
 __all__ = ["app", "main"]
+
+
+def _shown(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning of Python's as one of ours: where in the code it was given is of no use on a terminal."""
+    warn(str(message))
 
 
 def main() -> None:
@@ -22,6 +28,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `quiet`: libraries that are being loaded do not bear it
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # in a terminal that is not UTF-8 results are worth more than lines
+    warnings.showwarning = _shown
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
     try:

@@ -47,10 +47,10 @@ def capture(
     where = resume or store
     if where is None or (resume is None and model is None):
         raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
-    with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None):
+    with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None, trust_remote_code):
         if resume:
-            refuse_beside("--resume")
-            capturing.resume_capture(resume, announce=note)
+            refuse_beside("--resume", "--trust-remote-code")
+            capturing.resume_capture(resume, trust_remote_code=trust_remote_code, announce=note)
         else:
             run = RunConfig(
                 (str(model),), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed,

@@ -177,7 +177,10 @@ class _OwnDtype:
                 self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][read].sum().item()
 
     def perplexity(self, which: int) -> float | None:
-        return math.exp(self.losses[which] / self.tokens) if self.tokens else None
+        if not self.tokens:
+            return None
+        loss = self.losses[which] / self.tokens
+        return math.exp(loss) if not loss > 700 else math.inf
 
 
 @torch.no_grad()

@@ -26,11 +26,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from normgeo import converted, loading, norms
-from normgeo.conversion.certify import TOLERANCE_FLOAT32, certificate_inputs
+from normgeo.conversion.certify import TOLERANCE_FLOAT32
 from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.native import native_model
-from normgeo.conversion.probing import outputs_of, same, tied
+from normgeo.conversion.probing import float64_copy, outputs_of, same, tied
 from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
@@ -40,8 +40,8 @@ from normgeo.system.files import whole_directory
 
 __all__ = ["auto_map", "check_read", "describe", "native_class", "save", "write_config"]
 
-READ_HALF = 3e-2
-"""How far outputs in half precision may be from those of the checkpoint read again, whose constants were not cast."""
+CAST = 2.0**-7
+"""How far constants, relative to the largest, may be from those of the checkpoint read again, which were not cast."""
 
 CONFIG = """
 
@@ -108,7 +108,7 @@ def save(
             read = _read(model, folder)
         except ModelError as error:  # a weight is missing that the class does not tie
             raise _read_as_another(model) from error
-        check_read(model, read)
+        check_read(conversion, read)
     return "remote" if native is None else "native"
 
 
@@ -152,17 +152,32 @@ def _read(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def check_read(model: PreTrainedModel, read: PreTrainedModel) -> None:
-    """Refuse a checkpoint that is not read as the model that it was written from.
+def check_read(conversion: Conversion, read: PreTrainedModel) -> None:
+    """Refuse a checkpoint that is not read as the model that it was written from, on the certificate's inputs.
 
     Raises:
         ConversionError: their outputs differ.
     """
-    tolerance = TOLERANCE_FLOAT32 if model.dtype in (torch.float32, torch.float64) else READ_HALF
+    model = conversion.model
+    if model.dtype not in (torch.float32, torch.float64):  # whose rounding would hide what differs
+        model, read = float64_copy(model), float64_copy(read)
+        _take_constants(read, model)
     with evaluating(model):
-        pairs = [(outputs_of(model, inputs), outputs_of(read, inputs)) for inputs in certificate_inputs(model)]
-    if not all(same(a, b, tolerance) for a, b in pairs):
-        raise _read_as_another(model)
+        for inputs in conversion.inputs:
+            if not same(outputs_of(model, inputs), outputs_of(read, inputs), TOLERANCE_FLOAT32):
+                raise _read_as_another(conversion.model)
+
+
+def _take_constants(read: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give a model another's constants, where they are the same but for having been cast to half precision."""
+    stored = read.state_dict().keys()
+    other = dict(model.named_buffers())
+    for name, own in read.named_buffers():
+        given = other.get(name)
+        if name in stored or given is None or not own.is_floating_point() or own.shape != given.shape:
+            continue
+        if not own.numel() or (own - given).abs().max() <= CAST * own.abs().max():
+            own.copy_(given)
 
 
 def _read_as_another(model: PreTrainedModel) -> ConversionError:

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import ConversionError
 from normgeo.models import check_model
+from normgeo.norms import CRMSNorm, RMSNorm
 
-__all__ = ["check_convertible", "check_inputs", "check_options"]
+__all__ = ["check_convertible", "check_inputs", "check_options", "check_unconverted"]
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -72,6 +73,20 @@ def check_convertible(model: PreTrainedModel) -> None:
         if type(parameter.data) is not Tensor:  # as a library's that quantizes
             kind = type(parameter.data).__name__
             raise ConversionError(f"{name} has no plain weights: {parameter_name} is of {kind}; convert it before that")
+
+
+def check_unconverted(model: PreTrainedModel) -> None:
+    """Refuse a model whose other norms were converted before: two recipes in a row are none that a checkpoint tells.
+
+    Raises:
+        ConversionError: what to do.
+    """
+    recipe: Any = getattr(model.config, "normgeo", None)
+    if isinstance(recipe, dict) and any(isinstance(module, (RMSNorm, CRMSNorm)) for module in model.modules()):
+        raise ConversionError(
+            f"{type(model).__name__} is converted already, with the norms that were kept: convert its original again, "
+            "with --outputs (outputs=) that let more of them be replaced"
+        )
 
 
 def check_inputs(batches: Sequence[Any]) -> None:

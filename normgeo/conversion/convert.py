@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
-from normgeo.conversion.checks import check_convertible, check_inputs, check_options
+from normgeo.conversion.checks import check_convertible, check_inputs, check_options, check_unconverted
 from normgeo.conversion.compression import compress, expand, fold
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import INVISIBLE, Place, float64_copy, looking_at, outputs_of, same, tied, untie
@@ -36,7 +36,6 @@ from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Conversion", "convert", "decompress"]
-
 
 LARGE = 1_000_000_000
 """Above so many parameters the gauge is found on a copy of the architecture with few layers."""
@@ -55,6 +54,7 @@ class Conversion:
             are.
         recentered: places that are recentered explicitly; each costs what mean subtraction cost in one LayerNorm.
         recipe: the structure of the converted model, as `converted.rebuild` takes it.
+        inputs: what both models were compared on, real text aside.
     """
 
     model: PreTrainedModel
@@ -64,6 +64,7 @@ class Conversion:
     untouched: tuple[NormSite, ...]
     recentered: tuple[Place, ...]
     recipe: dict[str, Any]
+    inputs: tuple[dict[str, Tensor], ...]
 
     def __repr__(self) -> str:
         return f"Conversion of a {type(self.model).__name__} to {self.recipe['to']}\n{self.certificate.table()}"
@@ -120,6 +121,7 @@ def convert(
             gauge = _gauge(model, inputs, trainable)
         if not gauge.layernorms:
             raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
+        check_unconverted(model)
         if trainable:
             return _trainable(model, gauge, inputs, certify_on)
         return _converted(
@@ -148,9 +150,10 @@ def _converted(
     as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
     recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
+    compared = inputs, *certificate_inputs(model)
     with _widths_explained(to, padded):
         certificate = certify(
-            float64_copy(model), as_saved, model, converted, [inputs, *certificate_inputs(model)],
+            float64_copy(model), as_saved, model, converted, compared,
             site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
             real=certify_on, unreached=gauge.unreached,
         )  # fmt: skip
@@ -162,7 +165,7 @@ def _converted(
             f"the conversion is not equal to its original: relative error {certificate.error_rel:.1e} in float64, "
             f"allowed {certificate.tolerance:.0e}; nothing was converted{hint}"
         )
-    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), recentered, recipe)
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), recentered, recipe, compared)
 
 
 @torch.no_grad()
@@ -198,17 +201,16 @@ def decompress(model: PreTrainedModel) -> Conversion:
     dtypes = {name: value.dtype for name, value in stored}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
-    sites = [site for site in find_sites(exact, reaching_inputs(exact)) if site.name in recipe["norms"]]
+    inputs = reaching_inputs(exact)
+    sites = [site for site in find_sites(exact, inputs) if site.name in recipe["norms"]]
     counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
-    certificate = certify(
-        float64_copy(model), exact, model, result, certificate_inputs(model),
-        site_mean=0.0, counts=counts,
-    )  # fmt: skip
+    compared = inputs, *certificate_inputs(model)
+    certificate = certify(float64_copy(model), exact, model, result, compared, site_mean=0.0, counts=counts)
     certificate = replace(certificate, headless=False)  # what norms were folded into may be the head
     if not certificate.passed:
         raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
     places = tuple(Place(*place[:3]) for place in recipe["recenter"])
-    return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe)
+    return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe, compared)
 
 
 @contextlib.contextmanager
@@ -238,15 +240,15 @@ def _trainable(
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
     original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)
+    compared = inputs, *certificate_inputs(model)
     certificate = certify(
-        original64, converted64, model, converted, [inputs, *certificate_inputs(model)],
-        site_mean=max(means[site.name] for site in chosen), counts=counts, real=certify_on,
-        unreached=gauge.unreached,
+        original64, converted64, model, converted, compared,
+        site_mean=max(means[site.name] for site in chosen), counts=counts, real=certify_on, unreached=gauge.unreached,
     )  # fmt: skip
     a, b = (outputs_of(m.train(), inputs) for m in (original64, converted64))
     if not (certificate.passed and same(a, b, certificate.tolerance)):
         raise ConversionError("the trainable model is not equal to its original in training; nothing was converted")
-    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), tuple(places), recipe)
+    return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), tuple(places), recipe, compared)
 
 
 def _listed(kept: dict[str, str]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -153,10 +152,15 @@ def _needs(folder: Path) -> int:
 
 
 def _available() -> int:
+    """Bytes of memory that can be had, what files are cached in included, in this container if it is one."""
+    available = psutil.virtual_memory().available
+    home = Path("/sys/fs/cgroup")
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not on every system
-        return sys.maxsize
+        limit, used = (int((home / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = dict(line.split() for line in (home / "memory.stat").read_text().splitlines())["inactive_file"]
+    except (OSError, ValueError, KeyError):  # there is no limit, or none that is told so
+        return available
+    return min(available, limit - used + int(cached))
 
 
 def text_batches(

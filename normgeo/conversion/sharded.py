@@ -7,6 +7,7 @@ of the checkpoint is then read, centered if it is a writer, and written, so that
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
-from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer
+from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer, warn_of_more
 from normgeo.system.files import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
@@ -41,7 +42,7 @@ class Shards:
     """The tensors of a safetensors checkpoint, by their names in the model, one at a time.
 
     Raises:
-        ConversionError: the directory holds no safetensors, or tensors that loading merges.
+        ConversionError: the directory holds no safetensors, its index names files elsewhere, or loading merges tensors.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
@@ -52,6 +53,11 @@ class Shards:
             self.files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         if not self.files:
             raise ConversionError(f"{folder} holds no safetensors weights; pickled weights are not read")
+        if elsewhere := [file for file in self.files if Path(file).name != file]:  # written under the same names
+            raise ConversionError(
+                f"{folder / INDEX} names {elsewhere[0]!r}, which is no file right in that directory; convert it in "
+                "memory, by --in-memory (by_shard=False)"
+            )
         self.folder, self.home, self.stored = folder, {}, {}
         named = _namer(model)
         for file in self.files:
@@ -59,6 +65,10 @@ class Shards:
                 for key in opened.keys():  # noqa: SIM118
                     name = named(key)
                     self.home[name], self.stored[name] = file, key
+
+    def leave_out(self, names: set[str]) -> None:
+        """Act as if there were no such tensors."""
+        self.home = {name: file for name, file in self.home.items() if name not in names}
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
@@ -115,7 +125,7 @@ def convert_sharded(
         shards = Shards(source, deep)
     except UNLOADABLE as error:
         raise explained(str(source), error) from error
-    _check_names(deep, shards)
+    _check_names(deep, shards, source)
     shallow, to = shallow_model(cls, config)
     first = _with_weights(shallow, shards, to)
     with looking_at(outputs):
@@ -128,7 +138,7 @@ def convert_sharded(
         _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to)
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)
-        check_read(conversion.model, _few_layers(conversion.model, written, to))
+        check_read(conversion, _few_layers(conversion.model, written, to))
         write_config(conversion, final, cls, recipe, folder)
         copy_companions(source, folder, config.model_type)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
@@ -154,15 +164,17 @@ def _check_unconverted(source: Path, config: PretrainedConfig) -> None:
     )
 
 
-def _check_names(deep: PreTrainedModel, shards: Shards) -> None:
+def _check_names(deep: PreTrainedModel, shards: Shards, source: Path) -> None:
+    """Refuse a checkpoint without all of its model; what is not of the model is left out, as loading does."""
     wanted, have = set(deep.state_dict()), set(shards.home)
-    missing = wanted - have - _stored_once(deep, have)
-    if missing or have - wanted:
-        first, *others = sorted(missing | (have - wanted))
+    if missing := sorted(wanted - have - _stored_once(deep, have)):
+        first, *others = missing
         raise ConversionError(
-            f"the checkpoint's names are not those of {type(deep).__name__} ({first} and {len(others)} others); "
-            "convert it in memory, where what is wrong with it is told"
+            f"the checkpoint's names are not those of {type(deep).__name__} (it has no {first}, nor {len(others)} "
+            "others); convert it in memory, where what is wrong with it is told"
         )
+    warn_of_more(str(source), deep, have - wanted)  # others are buffers that older versions of transformers stored
+    shards.leave_out(have - wanted)
 
 
 def _stored_once(model: PreTrainedModel, have: set[str]) -> set[str]:
@@ -211,8 +223,10 @@ def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrain
 
 
 def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread) -> PreTrainedModel:
-    """The shallow model with the weights of layers that it stands for, in their dtype."""
-    dtype = shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
+    """The shallow model with the weights of layers that it stands for, in the dtype that it is loaded in."""
+    dtype = getattr(shallow.config, "dtype", None)
+    if dtype is None:
+        dtype = shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
     model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
     try:
         model.load_state_dict(_values(model, shards, to), strict=False)
@@ -294,7 +308,8 @@ def _write(
     for file in shards.files:
         save({name: edited(name, value) for name, value in shards.of(file)} | (extra if alone else {}), file)
     if extra and not alone:
-        save(extra, "model-untied.safetensors")
+        names = (f"model-untied{'-' * i}.safetensors" for i in itertools.count())
+        save(extra, next(name for name in names if name not in shards.files))
     if not alone:
         index = {"metadata": {"total_size": size}, "weight_map": home}
         (folder / INDEX).write_text(json.dumps(index, indent=2))

@@ -102,8 +102,8 @@ def start_capture(
 
 
 def resume_capture(
-    path: str | Path, *, ranks: Ranks | None = None, announce: Callable[[str], None] = lambda line: None,
-    progress: bool = True,
+    path: str | Path, *, trust_remote_code: bool = False, ranks: Ranks | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
 ) -> AngleTable | None:  # fmt: skip
     """Finish an interrupted capture with the configuration it was started with, to the same bytes.
 
@@ -111,12 +111,13 @@ def resume_capture(
 
     Raises:
         StoreError: there is no store, it is complete, in use or damaged, or model, tokenizer or data are others.
+        RunError: it runs a repository's code, and `trust_remote_code` does not say so now.
     """
     ranks = ranks or Ranks.from_environment()
     storage = storage_at(path)
     record = ranks.first("interrupted", lambda: _interrupted(storage))
     stored = record["capture"]
-    run = RunConfig.recorded(stored["run"], f"the record of {path}")
+    run = RunConfig.recorded(stored["run"], where := f"the record of {path}").consented(trust_remote_code, where)
     config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
     return _capture(config, storage, record, ranks, announce, progress)
 

@@ -279,7 +279,7 @@ class HiddenStateStore:
     def root(self) -> zarr.Group:
         """The zarr group."""
         try:
-            return zarr.open_group(self.storage.zarr("hidden.zarr"), mode="r")
+            return zarr.open_group(self.storage.zarr("hidden.zarr"), mode="r", zarr_format=3)
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{self.storage.at('hidden.zarr')} cannot be opened: {error}") from error
 

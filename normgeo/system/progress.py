@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,16 +16,28 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
 __all__ = ["meanwhile", "printer", "progress_bar"]
+
+
+CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that a terminal acts on: names, and whatever else files of others say, may hold any."""
+
+
+class _Printer(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """What is printed, of which only what Rich itself makes controls the terminal."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else text.translate(CONTROL), style, control)
 
 
 def printer(stderr: bool = False) -> Console:
     """A console that takes text as it is, since names of models and files may have brackets and colons in them."""
     stream = sys.stderr if stderr else sys.stdout  # None where a process was started without
     width = None if stream is not None and stream.isatty() else 132  # a pipe or a log has none of its own
-    return Console(stderr=stderr, width=width, markup=False, emoji=False)
+    return _Printer(stderr=stderr, width=width, markup=False, emoji=False)
 
 
 meanwhile = printer(stderr=True)

@@ -122,12 +122,13 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
             raise
 
 
-def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
+def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Raises:
         RunError: it is complete or damaged, another process is at it, or the data, a tokenizer or a measured
-            checkpoint are no longer those it began with.
+            checkpoint are no longer those it began with, or it runs a repository's code and `trust_remote_code` does
+            not say so now.
     """
     try:
         record = json.loads((out / "run.json").read_text())
@@ -143,7 +144,8 @@ def resume_checkpoints(out: Path, **options: Any) -> pd.DataFrame | None:
         raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
     check_folder(out, "--resume")
     with alone(out):
-        return _finish(find_checkpoints(folder), RunConfig.recorded(config, out / "run.json"), out, record, **options)
+        run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
+        return _finish(find_checkpoints(folder), run, out, record, **options)
 
 
 def _finish(

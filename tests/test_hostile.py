@@ -1,0 +1,149 @@
+"""Files of others may be damaged or meant to harm: nothing elsewhere is written, and no code of theirs runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from stores import captured
+from zoo import tiny
+
+from normgeo import convert, load_model
+from normgeo.angles.runs import RunConfig, resume_run, start_run
+from normgeo.conversion.checkpoint import save
+from normgeo.conversion.sharded import convert_sharded
+from normgeo.errors import ConversionError, ModelError, RunError
+from normgeo.store.capture import resume_capture
+from normgeo.store.layout import read_record, write_record
+from normgeo.store.storage import Disk
+from normgeo.system.progress import printer
+
+
+@pytest.mark.parametrize("where", ["../victim.safetensors", "weights/model.safetensors", "absolute"])
+def test_an_index_writes_nowhere_else(where, tmp_path):
+    tiny("gpt_neox").save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    shard = min(tmp_path.glob("in/*.safetensors"))
+    victim = tmp_path / "in" / where if where != "absolute" else tmp_path / "absolute.safetensors"
+    victim.parent.mkdir(exist_ok=True)
+    shard.rename(victim)
+    name = where if where != "absolute" else str(victim)
+    index.write_text(index.read_text().replace(shard.name, name))
+    before = victim.read_bytes()
+    with pytest.raises(ConversionError, match="no file right in that directory; convert it in memory"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert victim.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} - {victim.name} == {"in"}
+
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from transformers import GPT2Config, GPT2LMHeadModel
+class Config(GPT2Config): pass
+class Model(GPT2LMHeadModel):
+    config_class = Config
+"""
+
+
+def with_code(folder):
+    """A model that becomes one with code of its own."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "evil.py").write_text(EVIL)
+
+
+@pytest.fixture
+def local(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 90, (30, 32)))
+    return tmp_path
+
+
+def test_a_run_that_is_handed_over_does_not_say_that_code_may_run(local):
+    config = RunConfig((str(local / "model"),), str(local / "ids.npy"), 900, null=8, keep="none")
+    start_run(config, local / "run", progress=False)
+    record = json.loads((local / "run" / "run.json").read_text())
+    record["status"], record["config"]["trust_remote_code"] = "running", True
+    (local / "run" / "run.json").write_text(json.dumps(record))
+    with_code(local / "model")
+    with pytest.raises(RunError, match=r"says to run the code of .* resume it with --trust-remote-code"):
+        resume_run(local / "run", progress=False)
+    assert not (local / "model" / "ran").exists()
+
+
+def test_a_store_that_is_handed_over_does_not_either(home, tmp_path):
+    captured(home, tmp_path / "s")
+    storage = Disk(tmp_path / "s")
+    record = read_record(storage, "store.json")
+    record["status"], record["capture"]["run"]["trust_remote_code"] = "running", True
+    write_record(lambda _, content: (tmp_path / "s" / "store.json").write_bytes(content), "store.json", record)
+    with pytest.raises(RunError, match="says to run the code of"):
+        resume_capture(tmp_path / "s", progress=False)
+
+
+def test_what_others_say_does_not_control_the_terminal(capsys):
+    printer().print("\x1b]0;owned\x07\x1b[31mred\x9b1m, [kept]")
+    assert capsys.readouterr().out == "�]0;owned�[31mred�1m, [kept]\n"
+
+
+DAMAGED = {
+    "no class": ({"architectures": []}, "architectures name no class of transformers"),
+    "another thing": ({"architectures": ["GPT2Config"]}, "architectures name no class of transformers"),
+    "a wrong type": ({"vocab_size": "many"}, "cannot load the model"),
+    "another recipe": ({"normgeo": [1]}, "cannot load the model"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_configuration_is_one_line(damage, tmp_path):
+    save(convert(tiny("gpt2")), tmp_path / "m")
+    changes, says = DAMAGED[damage]
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ModelError, match=says):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("architectures", [[], ["Unknown"], ["GPT2Config"]])
+def test_a_head_that_no_configuration_names_is_said_to_be_left_out(architectures, tmp_path):
+    tiny("gpt_neox").save_pretrained(tmp_path / "m")
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"architectures": architectures}))
+    with pytest.warns(UserWarning, match="loaded as GPTNeoXModel.* embed_out.weight is left out"):
+        load_model(tmp_path / "m")
+    with pytest.warns(UserWarning, match="loaded as GPTNeoXModel.* embed_out.weight is left out"):
+        convert_sharded(tmp_path / "m", tmp_path / "out")
+
+
+def test_a_conversion_that_is_terminated_leaves_nothing(tmp_path):
+    model = tiny("gpt_neox", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
+    model.save_pretrained(tmp_path / "in", max_shard_size="1MB")
+    del model
+    code = "import sys; from normgeo.cli.main import main; sys.argv[0] = 'normgeo'; main()"
+    command = [sys.executable, "-c", code, "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 120
+        while not (found := [*tmp_path.glob(".out-*.partial/*.safetensors")]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(running.pid, signal.SIGTERM)
+        _, said = running.communicate()
+    assert found
+    assert running.returncode > 0
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_certificate_of_a_model_with_huge_losses(tmp_path):
+    model = tiny("gpt_neox")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e5)
+    ids = torch.randint(0, 90, (2, 16), generator=torch.Generator().manual_seed(0))
+    conversion = convert(model, certify_on=[{"input_ids": ids}])
+    assert conversion.certificate.perplexity_original == float("inf")
