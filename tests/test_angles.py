@@ -356,6 +356,9 @@ def test_a_table_says_what_it_is_and_is_saved_where_it_is_told(tiny, ids, tmp_pa
     for role, rows in pre.groupby("role"):
         assert short.loc[role, "before_deg"] == pytest.approx(rows.mean_deg.mean())
         assert short.loc[role, "sites"] == len(rows)
+    few = AngleTable(table.frame.assign(n_tokens=15), table.sinks)
+    assert short.null_percentile.notna().all()
+    assert few.summary().null_percentile.isna().all()
     for text in (repr(table), table._repr_html_()):
         assert "layernorm" in text
     table.save(str(tmp_path / "new" / "folder"))

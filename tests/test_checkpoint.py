@@ -326,6 +326,7 @@ def test_mistakes_get_one_clear_error_and_leave_nothing(tmp_path):
         ((tmp_path / "vit", "--data", "sample"), DataError, "not text"),
         ((EMBEDDED["embedded-layernorm"], "--to", "naive-rmsnorm"), ConversionError, "not saved"),
         ((EMBEDDED["embedded-layernorm"], "--data", tmp_path / "missing.txt"), DataError, "missing.txt"),
+        ((EMBEDDED["embedded-layernorm"], "--tokens", "0"), DataError, "--tokens must be at least 1, received 0"),
     ):
         result, error = run(args[0], tmp_path / "out", *args[1:])
         assert isinstance(error, kind), (args, error)

@@ -85,6 +85,7 @@ def test_the_kernel_is_what_computes_them(converted, monkeypatch):
     assert len(calls) == 3  # the first sum of a forward pass is a new tensor
 
 
+@pytest.mark.skipif(not norm_ops.loaded().compiled, reason="needs a compiler")
 @torch.no_grad()
 def test_under_autocast_the_stream_is_wider_than_what_is_added_and_fused_all_the_same(converted, monkeypatch):
     model, ids = converted("gpt2"), torch.tensor([[1, 2, 3]])

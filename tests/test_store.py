@@ -165,6 +165,14 @@ def test_no_checksums_are_kept_of_outputs_that_are_not_rebuilt_exactly(home, tmp
     assert verify(tmp_path / "s")[1] == []
 
 
+def test_a_store_that_gives_no_angles_says_so_before_it_is_written(home, tmp_path):
+    said = []
+    start_capture(config(home, phases=("standardized",)), tmp_path / "s", announce=said.append, progress=False)
+    assert "without pre, which is left out, no angles can be computed from the store" in said[0]
+    with pytest.raises(StoreError, match="capture with --phases pre"):
+        angles_from_store(tmp_path / "s", progress=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "olmo", "cohere", "llama", "gemma", "gemma2", "nemotron", "olmo2", "t5"])
 def test_outputs_are_rebuilt_to_the_last_bit(tiny, name, dtype):

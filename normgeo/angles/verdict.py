@@ -33,7 +33,8 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
 
     `before_deg` and `after_deg` are means over `sites` of the mean angle over tokens, `before_std_deg` and
     `after_std_deg` of its standard deviation; `energy_share` is the mean of cos^2 before the norm, and
-    `null_percentile` the median place of the mean angle before it among those of the random directions.
+    `null_percentile` the median place of the mean angle before it among those of the random directions, NaN where
+    these met too few tokens to tell.
     """
     by = ["model", "step"] if "step" in frame else ["model", "role", "kind"]
     pre, post = (_uniform(frame, phase).groupby(by, sort=False) for phase in ("pre", "post"))
@@ -42,7 +43,10 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
         "after_deg": post.mean_deg.mean(), "after_std_deg": post.std_deg.mean(),
         "energy_share": pre.energy_share.mean(), "null_percentile": pre.null_percentile.median(),
     }  # fmt: skip
-    return pd.DataFrame(columns).reset_index()
+    met = frame[(frame.direction == "null") & (frame.phase == "pre")].groupby(by, sort=False).n_tokens.min()
+    short = pd.DataFrame(columns)
+    short["null_percentile"] = short.null_percentile.where(met.reindex(short.index) >= LEAST_TOKENS)
+    return short.reset_index()
 
 
 def already_centered(frame: pd.DataFrame) -> pd.DataFrame:

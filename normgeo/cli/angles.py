@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -142,7 +143,8 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
         table.add_row(
             *(f"{row[column]:,}" if column == "step" else row[column] for column in about), str(row["sites"]),
             *(f"{row[f'{when}_deg']:.2f} ± {row[f'{when}_std_deg']:.2f}°" for when in ("before", "after")),
-            f"{100 * row['energy_share']:.3f}%", f"{row['null_percentile']:.0f}",
+            f"{100 * row['energy_share']:.3f}%",
+            "-" if isnan(row["null_percentile"]) else f"{row['null_percentile']:.0f}",
         )  # fmt: skip
     console.print(table)
     console.print(f"{where}: angles.parquet, figures/, {'' if 'step' in short else 'verdict.md, '}run.json")

@@ -176,6 +176,8 @@ def text_batches(
         return []
     if others:
         raise DataError(f"{type(model).__name__} takes {', '.join(others)}, not text alone; leave --data out")
+    if n_tokens < 1:
+        raise DataError(f"--tokens must be at least 1, received {n_tokens}")
     if context is not None and context < 2:
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)

@@ -269,9 +269,12 @@ class _Capture:
         forward = cost(job.model, job.n_tokens, job.tokens.context, self.config.run.batch, layout.nbytes)
         inexact = sum(not rebuild.bit_equal for rebuild in plan.rebuilds)
         how = f"to rounding only at {inexact} sites" if inexact else "to the last bit"
-        rebuilt = "" if "post" in self.config.phases else f"; post is rebuilt from pre, {how}"
+        phases = self.config.phases
+        rebuilt = "" if "post" in phases else f"; post is rebuilt from pre, {how}"
+        if "pre" not in phases:
+            rebuilt = "; without pre, which is left out, no angles can be computed from the store"
         return (
-            f"{job.label}: {len(job.sites)} norms, {', '.join(self.config.phases)}, {job.n_tokens:,} tokens of "
+            f"{job.label}: {len(job.sites)} norms, {', '.join(phases)}, {job.n_tokens:,} tokens of "
             f"{job.tokens.source}: exactly {layout.nbytes:,} bytes of hidden states, with statistics and records up to "
             f"{most:,} ({room}), in rows of {layout.chunk:,} tokens; forward "
             f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"

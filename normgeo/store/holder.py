@@ -58,7 +58,7 @@ class Held:
     shared: bool
     version: Any
     times: int = 0
-    renewing: threading.Lock = field(default_factory=threading.Lock)
+    renewing: Any = field(default_factory=threading.Lock)
 
 
 def version_of(found: Mapping[str, Any]) -> Any:
