@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import math
@@ -20,7 +21,7 @@ from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded
 
-__all__ = ["NORMS", "SHAPES", "bench_norms", "norm_summary"]
+__all__ = ["NORMS", "PASSES", "SHAPES", "bench_norms", "norm_summary"]
 
 SHAPES = ((1, 512, 768), (8, 197, 768), (1, 512, 2048), (4, 512, 1024))
 """[batch, tokens, d] of GPT-3 Small, ViT-Base, GPT-3 XL and GPT-3 Medium."""
@@ -28,12 +29,17 @@ SHAPES = ((1, 512, 768), (8, 197, 768), (1, 512, 2048), (4, 512, 1024))
 NORMS = {
     "layer_norm": 2, "layer_norm without affine": 2, "rms_norm": 2, "LayerNorm kernel": 2, "RMSNorm": 2,
     "RMSNorm compiled": 2, "CRMSNorm padded": 2, "CRMSNorm d - 1": 2, "add + layer_norm": 4,
-    "add + LayerNorm kernel": 4, "add + RMSNorm": 4, "Liger add + RMSNorm": 4, "clone": 2, "copy": 2,
+    "add + LayerNorm kernel": 4, "add + RMSNorm": 4, "Liger add + RMSNorm": 4, "Liger RMSNorm": 2, "clone": 2,
+    "copy": 2,
 }  # fmt: skip
 """What is timed, and how many times it has to pass over memory of the input's size: read once, written once, and with
 an addition two read and two written. Names in lower case are torch's own. The LayerNorm kernel, of the same style as
 RMSNorm's, tells what the norm saves from what the kernel does. Kernels are there where they compile, what torch.compile
 makes where it finds a compiler, Liger's where it is installed."""
+
+PASSES = {False: "forward", True: "forward and backward"}
+BOTH = 5
+"""Passes over memory where there are gradients: the input once more, the output's gradient and the input's."""
 
 ENOUGH = 4e-3
 """Seconds of calls in a row that one timing takes: against the clock's own cost, and for a cache that others share."""
@@ -49,6 +55,7 @@ def bench_norms(
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     *,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
+    backward: bool = False,
     device: str = "cpu",
     rounds: int = 100,
     seconds: float = 10.0,
@@ -63,13 +70,15 @@ def bench_norms(
     Args:
         shapes: [batch, tokens, d], d at least 3.
         dtypes: float32, bfloat16 or float16.
+        backward: of every norm that has them the gradients of input, gamma and beta as well.
         device: a torch device, or auto.
         rounds: how many timings of each at most.
         seconds: for all the rounds of one shape and dtype; at least three rounds are run.
         seed: of the inputs and of the order.
 
     Returns:
-        The raw timings: `seconds` of one call in each round, `bytes` that it has to read and write, and on what.
+        The raw timings: `seconds` of one call in each round, `bytes` that it has to read and write, which `passes` it
+        is, and on what.
         `norm_summary` gives medians, ratios and bandwidths.
 
     Raises:
@@ -90,16 +99,19 @@ def bench_norms(
             torch.empty(shape, dtype=torch.float64, device=where)  # what can never fit, before others are measured
     about = circumstances(where)
     frames = []
-    with torch.inference_mode(), norm_ops.launched_always():  # graphs launch their kernels for nothing
+    with torch.inference_mode(not backward), norm_ops.launched_always():  # graphs launch their kernels for nothing
         for shape in shapes:
             for dtype in dtypes:
                 with _fitting(shape):
-                    runs = _runs(shape, getattr(torch, dtype), where, seed)
+                    runs = _runs(shape, getattr(torch, dtype), where, seed, backward)
                     rows = _timed(runs, where, rounds, seconds, seed)
                 size = math.prod(shape) * getattr(torch, dtype).itemsize
                 frame = pd.DataFrame(rows, columns=["round", "norm", "seconds"])
-                frame["bytes"] = frame.norm.map(NORMS) * size
-                frames.append(frame.assign(shape=_name(shape), d=shape[-1], dtype=dtype, **about))
+                times = {name: BOTH if backward and name not in ("clone", "copy") else NORMS[name] for name in runs}
+                frame["bytes"] = frame.norm.map(times) * size
+                frames.append(
+                    frame.assign(shape=_name(shape), d=shape[-1], dtype=dtype, passes=PASSES[backward], **about)
+                )
     return pd.concat(frames, ignore_index=True)
 
 
@@ -111,7 +123,9 @@ def _fitting(shape: tuple[int, int, int]) -> AbstractContextManager[None]:
     return memory_explained(f"the shape {_name(shape)}", "give smaller --shapes")
 
 
-def _runs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Callable]:
+def _runs(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int, backward: bool
+) -> dict[str, Callable]:
     """Functions of no arguments that compute what they are named after, each checked against float64."""
     generator = torch.Generator().manual_seed(seed)
     d = shape[-1]
@@ -120,9 +134,11 @@ def _runs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
     x[..., -1] = residual[..., -1] = 0  # one input for all, padded or not: another would have to come into the caches
     gamma, beta = (torch.randn(d, generator=generator) for _ in range(2))
     x, residual, gamma, beta = (v.to(device, dtype) for v in (x, residual, gamma, beta))
+    copied = torch.empty_like(x)
+    if backward:
+        return _with_gradients(x, residual, gamma, beta) | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
     runs = _plain(x, gamma, beta) | _fused(x, residual, gamma, beta)
     _check(runs, x, residual, gamma, beta)
-    copied = torch.empty_like(x)
     return runs | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
 
 
@@ -177,6 +193,75 @@ def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str
             return runs
         runs["Liger add + RMSNorm"] = lambda: liger.apply(x, residual, gamma, EPS, 0.0, "llama", False)[0] + beta
     return runs
+
+
+def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+    """Functions of no arguments that give the gradients of x, gamma and beta, each checked against its own float64."""
+    d = x.shape[-1]
+
+    def module(cls: type, width: int, bias: Tensor, **options: bool) -> tuple[Callable, Callable, int, Tensor]:
+        norm = _norm(cls, width, gamma, bias, **options)
+        exact = copy.deepcopy(norm).double()
+
+        def of(norm: torch.nn.Module) -> Callable:
+            parameters = norm._parameters
+
+            def applied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                parameters["weight"], parameters["bias"] = weight, bias  # pyright: ignore
+                return norm(x)
+
+            return applied
+
+        return of(norm), of(exact), width, bias
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (d,), weight, bias, EPS)
+
+    def rms_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.rms_norm(x, (d,), weight, EPS) + bias
+
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return norm_ops.norm(x, weight, bias, EPS, 0.0, "layernorm")
+
+    zero = torch.cat([beta[:-1], beta.new_zeros(1)])
+    norms = {
+        "layer_norm": (layer_norm, layer_norm, d, beta),
+        "rms_norm": (rms_norm, rms_norm, d, beta),
+        "RMSNorm": module(RMSNorm, d, beta),
+        "CRMSNorm padded": module(CRMSNorm, d, zero, padded=True),
+        "CRMSNorm d - 1": module(CRMSNorm, d - 1, beta),
+    }
+    torch.compiler.reset()
+    compiled = torch.compile(rms_norm, dynamic=False)
+    with suppress(ModelError), compiler_explained("RMSNorm"):
+        compiled(x.clone().requires_grad_(), gamma, beta)
+        norms["RMSNorm compiled"] = compiled, rms_norm, d, beta
+    if norm_ops.takes(x):
+        norms["LayerNorm kernel"] = kernel, layer_norm, d, beta
+    if x.device.type == "cuda":
+        with suppress(ImportError):
+            liger = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+            norms["Liger RMSNorm"] = lambda x, w, b: liger.apply(x, w, EPS, 0.0, "llama", False) + b, rms_norm, d, beta
+    runs = {}
+    for name, (function, exact, width, bias) in norms.items():
+        given = [v[..., :width].clone().requires_grad_() for v in (x, gamma, bias)]
+        of = dz[..., :width].contiguous()
+        runs[name] = functools.partial(_gradients, function, given, of)
+        _check_gradients(name, runs[name], lambda: _gradients(exact, [v.double() for v in given], of.double()))  # noqa: B023
+    return runs
+
+
+def _gradients(function: Callable, given: list[Tensor], dz: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*given), given, dz)
+
+
+def _check_gradients(name: str, run: Callable, exact: Callable) -> None:
+    for found, truth in zip(run(), exact(), strict=True):
+        error = float((found - truth).norm() / truth.norm())
+        if not error <= 8 * torch.finfo(found.dtype).eps:
+            raise ModelError(
+                f"{name} gives wrong gradients for {tuple(found.shape)} {found.dtype}: relative error {error:.1e}"
+            )
 
 
 def _check(runs: dict[str, Callable], x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> None:

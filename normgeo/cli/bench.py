@@ -96,6 +96,7 @@ def bench_norms(
         str | None, typer.Option(help="BATCHxTOKENSxWIDTH, comma-separated.", show_default="of ViTs and GPTs")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of float32, bfloat16 and float16.")] = "float32,bfloat16",
+    backward: Annotated[bool, typer.Option("--backward", help="With the gradients of input, gamma, beta.")] = False,
     rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
@@ -109,8 +110,9 @@ def bench_norms(
     check_file(out)
     wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in _words(shapes, "--shapes")]
     raw = norm_bench.bench_norms(
-        wanted, dtypes=_words(dtype, "--dtype"), device=device, rounds=rounds, seconds=seconds, seed=seed
-    )
+        wanted, dtypes=_words(dtype, "--dtype"), backward=backward, device=device, rounds=rounds, seconds=seconds,
+        seed=seed,
+    )  # fmt: skip
     _norms(norm_bench.norm_summary(raw))
     write_table(raw, out)
 
