@@ -88,6 +88,46 @@ inline void narrow(typename Of<N>::Floats v, Float16* out) {
     }
 }
 
+// The first n of COUNT numbers, and zeros behind them; and the first n of COUNT, nothing behind them touched. Calls that
+// copy so few bytes take as long as dozens of whole vectors.
+#ifdef __AVX2__
+inline __m256i first(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
+
+template <int COUNT, class T>
+inline void fetch(const T* from, int64_t n, T* to) {
+    constexpr int SIZE = COUNT * sizeof(T);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint64_t some = (uint64_t(1) << (n * sizeof(T))) - 1;
+    if constexpr (SIZE == 64) return _mm512_storeu_si512(to, _mm512_maskz_loadu_epi8(some, from));
+    if constexpr (SIZE == 32)
+        return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_maskz_loadu_epi8(__mmask32(some), from));
+#elif defined(__AVX2__)
+    if constexpr (SIZE == 32 && sizeof(T) == 4)
+        return _mm256_storeu_ps(reinterpret_cast<float*>(to), _mm256_maskload_ps(reinterpret_cast<const float*>(from), first(n)));
+#endif
+    std::memset(to, 0, SIZE);
+    std::memcpy(to, from, n * sizeof(T));
+}
+
+template <int COUNT, class T>
+inline void deliver(const T* from, int64_t n, T* to) {
+    constexpr int SIZE = COUNT * sizeof(T);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const uint64_t some = (uint64_t(1) << (n * sizeof(T))) - 1;
+    if constexpr (SIZE == 64) return _mm512_mask_storeu_epi8(to, some, _mm512_loadu_si512(from));
+    if constexpr (SIZE == 32)
+        return _mm256_mask_storeu_epi8(to, __mmask32(some), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    if constexpr (SIZE == 32 && sizeof(T) == 4)
+        return _mm256_maskstore_ps(reinterpret_cast<float*>(to), first(n), _mm256_loadu_ps(reinterpret_cast<const float*>(from)));
+#endif
+    (void)SIZE;
+    std::memcpy(to, from, n * sizeof(T));
+}
+
 // a * b + c, rounded once where the processor can: left to compilers, it is so in some loops and not in others.
 template <int N>
 inline typename Of<N>::Floats fused(typename Of<N>::Floats a, typename Of<N>::Floats b, typename Of<N>::Floats c) {

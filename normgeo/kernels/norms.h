@@ -60,8 +60,8 @@ inline void put_whole(const Pack<K>& v, T* out) {
 template <int K, class T>
 inline Pack<K> get(const T* x, int64_t n) {
     if (n >= K * N) return get_whole<K>(x);
-    T some[K * N] = {};
-    std::memcpy(some, x, n * sizeof(T));
+    T some[K * N];
+    fetch<K * N>(x, n, some);
     return get_whole<K>(some);
 }
 
@@ -70,7 +70,7 @@ inline void put(const Pack<K>& v, T* out, int64_t n) {
     if (n >= K * N) return put_whole<K>(v, out);
     T some[K * N];
     put_whole<K>(v, some);
-    std::memcpy(out, some, n * sizeof(T));
+    deliver<K * N>(some, n, out);
 }
 
 inline float total(const Floats* parts) { return summed<N>((parts[0] + parts[1]) + (parts[2] + parts[3])); }
