@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from analyses import norm_kernels
+from normgeo.bench import norms
 from normgeo.bench.norms import NORMS, SHAPES, bench_norms, norm_summary
 from normgeo.cli import main as cli
 from normgeo.errors import DataError, ModelError, NormGeoError
@@ -21,7 +22,7 @@ def uncompiled(monkeypatch):
 def test_every_norm_is_timed_in_every_round():
     raw = bench_norms(((2, 3, 16), (1, 2, 9)), rounds=3, seconds=1.0)
     assert raw.groupby(["shape", "dtype"]).ngroups == 4
-    here = set(NORMS) - {"Liger add + RMSNorm"}
+    here = set(NORMS) - {"Liger add + RMSNorm", "Liger RMSNorm"}
     for (shape, dtype), part in raw.groupby(["shape", "dtype"]):
         assert set(part.norm) <= here
         assert set(part.norm) >= here - {n for n in here if "kernel" in n or n == "add + RMSNorm"}
@@ -31,6 +32,31 @@ def test_every_norm_is_timed_in_every_round():
         assert nbytes["RMSNorm"] == nbytes["copy"] == 2 * numbers
         assert nbytes["add + layer_norm"] == 4 * numbers
     assert (raw.seconds > 0).all()
+
+
+def test_with_gradients_the_same_norms_are_timed_without_additions():
+    raw = bench_norms(((2, 3, 16),), backward=True, rounds=3, seconds=0.5)
+    for dtype, part in raw.groupby("dtype"):
+        assert set(part.norm) >= {"layer_norm", "rms_norm", "RMSNorm", "CRMSNorm padded", "CRMSNorm d - 1", "copy"}
+        assert not [name for name in part.norm if name.startswith("add")]
+        nbytes = part.drop_duplicates("norm").set_index("norm").bytes
+        assert nbytes["RMSNorm"] == 2.5 * nbytes["copy"] == 5 * 96 * (4 if dtype == "float32" else 2)
+    assert set(raw.passes) == {"forward and backward"}
+    assert norm_summary(raw).ratio.notna().all()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_norm_with_wrong_gradients_is_refused(which, monkeypatch):
+    right = norms._gradients
+
+    def wrong(function, given, dz):
+        found = list(right(function, given, dz))
+        found[which] = found[which] * (1.01 if given[0].dtype is torch.float32 else 1)
+        return tuple(found)
+
+    monkeypatch.setattr(norms, "_gradients", wrong)
+    with pytest.raises(ModelError, match=r"gives wrong gradients for .* torch.float32"):
+        bench_norms(((2, 3, 16),), dtypes=("float32",), backward=True, rounds=1)
 
 
 def test_the_analysis(tmp_path):
@@ -76,9 +102,10 @@ def test_a_norm_with_wrong_results_is_refused(cls, name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda():
-    raw = bench_norms(((4, 256, 1024),), device="cuda", rounds=3)
-    assert {"LayerNorm kernel", "add + RMSNorm"} <= set(raw.norm)
+@pytest.mark.parametrize("backward", [False, True])
+def test_on_cuda(backward):
+    raw = bench_norms(((4, 256, 1024),), backward=backward, device="cuda", rounds=3)
+    assert {"LayerNorm kernel", "RMSNorm" if backward else "add + RMSNorm"} <= set(raw.norm)
 
 
 def test_shapes_are_of_models_with_even_widths():
