@@ -18,7 +18,7 @@ from normgeo.errors import DataError, RunError
 
 N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
-FIXED = ["angles_in_training", "models_table", "training_cost", "twins_loss"]
+FIXED = ["angles_in_training", "layernorm_steps", "models_table", "training_cost", "twins_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,19 @@ def test_analysis_without_a_run(name, tmp_path):
     frame = module(name).compute()
     figures.save(module(name).plot(frame), tmp_path / name)
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_the_steps_of_layernorm_are_those_of_its_formula():
+    x, gamma, beta = np.array([0.3, -1.2, 2.0, 0.5]), np.array([1.0, 2.0, 0.5, 1.5]), np.array([0.1, 0.0, -0.2, 0.3])
+    frame = module("layernorm_steps").compute(tuple(x), tuple(gamma), tuple(beta)).set_index("vector")
+    found = frame[["x1", "x2", "x3", "x4"]]
+    np.testing.assert_allclose(found.loc["along 1"] + found.loc["left"], x)
+    np.testing.assert_allclose(found.loc["scaled and shifted"], gamma * (x - x.mean()) / x.std() + beta)
+    np.testing.assert_allclose(frame.length[["of length 1", "of length sqrt(d)"]], [1, 2])
+    np.testing.assert_allclose(
+        frame.angle_deg[["along 1", "left", "of length 1", "of length sqrt(d)"]], [0, 90, 90, 90], atol=1e-9
+    )
+    np.testing.assert_allclose(frame.angle_deg["x"], np.degrees(np.arccos(x.sum() / 2 / np.linalg.norm(x))))
 
 
 @pytest.mark.parametrize("n_tokens", [-1, 0])
