@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from normgeo.kernels.plain import is_plain
+
 __all__ = ["Kernels", "norm"]
 
 
@@ -21,7 +23,7 @@ class Kernels(NamedTuple):
     Attributes:
         forward: (x, weight, bias, eps, offset, kind) to the norm of x, and what each row was multiplied by, float32.
         backward: (x, weight, bias, scales, dz, offset, kind, wanted) to the gradients of x, weight and bias, the last
-            two where `wanted` has them, else None.
+            two where `wanted` has them, else None. Of bias it gets the dtype, or None.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -37,26 +39,39 @@ class _Norm(torch.autograd.Function):
         kind: int,
     ) -> Tensor:  # fmt: skip
         z, scales = kernels.forward(x, weight, bias, eps, offset, kind)
-        ctx.save_for_backward(x, weight, bias, scales)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.set_materialize_grads(False)
         ctx.kernels, ctx.eps, ctx.offset, ctx.kind = kernels, eps, offset, kind
+        ctx.weight, ctx.bias = (None if p is None else p.dtype for p in (weight, bias))
         return z
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, scales = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1:4]
-        if torch.is_grad_enabled():  # gradients of these gradients are wanted
-            found = _in_torch(ctx, x, weight, bias, grads[0], needed)
-        else:
-            dz = grads[0].contiguous()
-            found = ctx.kernels.backward(x, weight, bias, scales, dz, ctx.offset, ctx.kind, needed[1:])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, scales = ctx.saved_tensors
+        dz, needed = grads[0], ctx.needs_input_grad[1:4]
+        if dz is None:
+            return (None,) * 7
+        if torch.is_grad_enabled() or not is_plain(dz):  # gradients of these gradients, or many at once, are wanted
+            with torch.enable_grad():
+                found = _in_torch(ctx, x, weight, dz, needed)
+        else:  # what was saved may come back in another dtype or layout: hooks see to where it is kept
+            x, weight = _as_kept(x, dz.dtype), None if weight is None else _as_kept(weight, ctx.weight)
+            scales, dz = _as_kept(scales, torch.float32), dz.contiguous()
+            dx, *others = ctx.kernels.backward(x, weight, ctx.bias, scales, dz, ctx.offset, ctx.kind, needed[1:])
+            found = dx if needed[0] else None, *others
         return None, *found, None, None, None
 
 
+def _as_kept(saved: Tensor, dtype: torch.dtype) -> Tensor:
+    return saved.to(dtype).contiguous()
+
+
 def _in_torch(
-    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dz: Tensor, needed: tuple[bool, ...]
-) -> list[Tensor | None]:
+    ctx: Any, x: Tensor, weight: Tensor | None, dz: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
     """The gradients of x, gamma and beta in torch's arithmetic, which has gradients itself."""
+    # gradients are asked of names for them, behind which nothing is: x may come from this gamma by way of another norm
+    x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
     v = x.float()
     if ctx.kind == 0:
         v = v - v.mean(-1, keepdim=True)
@@ -66,11 +81,11 @@ def _in_torch(
     z = v * torch.rsqrt(square / (x.shape[-1] + (ctx.kind == 2)) + ctx.eps)
     if weight is not None:
         z = z * (weight.float() + ctx.offset)
-    if bias is not None:
-        z = z + bias.float()
-    wanted = [t for t, is_needed in zip((x, weight, bias), needed, strict=True) if t is not None and is_needed]
-    found = iter(torch.autograd.grad(z.to(x.dtype), wanted, dz, create_graph=True))
-    return [next(found) if is_needed else None for is_needed in needed]
+    wanted = [t for t, is_needed in ((x, needed[0]), (weight, needed[1])) if is_needed and t is not None]
+    found = iter(torch.autograd.grad(z, wanted, dz.float(), create_graph=True) if wanted else ())
+    dx, dweight = (next(found) if is_needed else None for is_needed in needed[:2])
+    dbias = dz.float().sum_to_size(x.shape[-1]).to(ctx.bias) if needed[2] else None
+    return dx, dweight, dbias
 
 
 def norm(

@@ -16,7 +16,8 @@ using namespace normgeo;
 namespace {
 
 constexpr int TOGETHER = 4;  // rows, for which sums over rows are fetched and put back once
-constexpr int64_t SHARE = 32, SHARES = 128;  // rows that are summed at a time, and how many such sums there are at most
+constexpr int64_t SHARE = 32, SHARES = 128;  // rows that are summed at a time at least, and how many such sums there are
+constexpr int64_t FEW = 64;  // rows after which a sum is put aside: of very many the last ones would be rounded away
 
 struct Gradients {
     const void *x, *dz;
@@ -84,12 +85,19 @@ void some_rows(const Gradients& c, int64_t row, float* dgamma, float* dbeta) {
     }
 }
 
+// Sums over some rows, and room for as many again.
 template <class T, bool WEIGHT, bool BIAS>
 void share(const Gradients& c, int64_t row, int64_t last, float* sums) {
-    std::fill(sums, sums + (WEIGHT + BIAS) * c.width, 0.0f);
-    float* dbeta = sums + WEIGHT * c.width;
-    for (; row + TOGETHER <= last; row += TOGETHER) some_rows<T, TOGETHER, WEIGHT, BIAS>(c, row, sums, dbeta);
-    for (; row < last; row++) some_rows<T, 1, WEIGHT, BIAS>(c, row, sums, dbeta);
+    const int64_t kept = (WEIGHT + BIAS) * c.width;
+    float* few = sums + kept;
+    std::fill(sums, sums + 2 * kept, 0.0f);
+    while (row < last) {
+        const int64_t stop = std::min(row + FEW, last);
+        float* dbeta = few + WEIGHT * c.width;
+        for (; row + TOGETHER <= stop; row += TOGETHER) some_rows<T, TOGETHER, WEIGHT, BIAS>(c, row, few, dbeta);
+        for (; row < stop; row++) some_rows<T, 1, WEIGHT, BIAS>(c, row, few, dbeta);
+        for (int64_t j = 0; j < kept; j++) sums[j] += few[j], few[j] = 0.0f;
+    }
 }
 
 // The sum of some sums over rows, each `step` after the other, in order.
@@ -132,7 +140,7 @@ extern "C" void normgeo_norm_gradients(const void* x, int64_t dtype, int64_t row
                                        int64_t parameters, double offset, int64_t kind, const float* scales,
                                        const void* dz, void* dx, void* dweight, void* dbias, void* parallel) {
     const int64_t width = (d + N - 1) / N * N, shares = std::min((rows + SHARE - 1) / SHARE, SHARES);
-    const int64_t kept = (dweight != nullptr) + (dbias != nullptr), step = kept * width;
+    const int64_t kept = (dweight != nullptr) + (dbias != nullptr), step = 2 * kept * width;
     const std::unique_ptr<float[]> gamma(new float[width]()), sums(new float[shares * step + 1]);
     std::fill(gamma.get(), gamma.get() + d, 1.0f);
     if (weight) typed(parameters, [&](auto of) {

@@ -45,10 +45,10 @@ def _declared(library: Any) -> differentiable.Kernels:
 def _checked(kernels: differentiable.Kernels) -> differentiable.Kernels:
     """The same, if a norm and its gradients come out as known: a foreign file is found out before it is relied on."""
     x, dz, ones = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]], [[1.0, 1.0]]], dtype=torch.float32, device="cpu")
-    z, scales = kernels.forward(x, ones, None, 0.0, 0.0, 1)
-    dx, dweight, _ = kernels.backward(x, ones, None, scales, dz, 0.0, 1, (True, False))
+    z, scales = kernels.forward(x, ones[0], None, 0.0, 0.0, 1)
+    dx, dweight, _ = kernels.backward(x, ones[0], None, scales, dz, 0.0, 1, (True, False))
     r, known = 12.5**-0.5, torch.tensor([[3.0, 4.0], [0.64, -0.48], [3.0, 0.0]], dtype=torch.float32, device="cpu")
-    if dweight is None or not torch.allclose(torch.cat([z, dx, dweight]), r * known, rtol=1e-5):
+    if dweight is None or not torch.allclose(torch.cat([z, dx, dweight[None]]), r * known, rtol=1e-5):
         raise RuntimeError("the compiled norms give wrong gradients; empty the cache they were built in")
     return kernels
 
@@ -62,9 +62,13 @@ def _rows(x: Tensor) -> tuple[int, int, int]:
     return cpu.DTYPES[x.dtype], x.numel() // max(1, x.shape[-1]), x.shape[-1]
 
 
-def _type(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> int:
+def _type(x: Tensor, *parameters: torch.dtype | None) -> int:
     """The number of the parameters' dtype."""
-    return cpu.DTYPES[next((p for p in (weight, bias) if p is not None), x).dtype]
+    return cpu.DTYPES[next((dtype for dtype in parameters if dtype is not None), x.dtype)]
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _forward(
@@ -73,22 +77,23 @@ def _forward(
     dtype, rows, d = _rows(x)
     z, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     library.normgeo_norm(
-        x.data_ptr(), dtype, rows, d, _at(weight), _at(bias), _type(x, weight, bias), eps, offset, kind, z.data_ptr(),
-        scales.data_ptr(), cpu.parallel_for(),
+        x.data_ptr(), dtype, rows, d, _at(weight), _at(bias), _type(x, _dtype(weight), _dtype(bias)), eps, offset, kind,
+        z.data_ptr(), scales.data_ptr(), cpu.parallel_for(),
     )  # fmt: skip
     return z, scales
 
 
 def _backward(
-    library: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, scales: Tensor, dz: Tensor, offset: float,
+    library: Any, x: Tensor, weight: Tensor | None, bias: torch.dtype | None, scales: Tensor, dz: Tensor, offset: float,
     kind: int, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dx = torch.empty_like(x)
+    dx, dtypes = torch.empty_like(x), (_dtype(weight), bias)
     dweight, dbias = (
-        torch.empty_like(p) if w and p is not None else None for p, w in zip((weight, bias), wanted, strict=True)
+        torch.empty(x.shape[-1], dtype=dtype, device=x.device) if is_wanted and dtype is not None else None
+        for dtype, is_wanted in zip(dtypes, wanted, strict=True)
     )
     library.normgeo_norm_gradients(
-        x.data_ptr(), *_rows(x), _at(weight), _type(x, weight, bias), offset, kind, scales.data_ptr(), dz.data_ptr(),
+        x.data_ptr(), *_rows(x), _at(weight), _type(x, *dtypes), offset, kind, scales.data_ptr(), dz.data_ptr(),
         dx.data_ptr(), _at(dweight), _at(dbias), cpu.parallel_for(),
     )  # fmt: skip
     return dx, dweight, dbias

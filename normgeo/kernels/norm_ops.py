@@ -23,25 +23,21 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, library, nn
-from torch.autograd import forward_ad
+from torch import Tensor, library
 from torch.autograd.graph import increment_version
 
 from normgeo.kernels import differentiable, launching, norm_gradients
 from normgeo.kernels.compiling import compiled, failed
+from normgeo.kernels.plain import PLAIN, is_compiling, is_plain
 
 __all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "launched_always", "loaded", "norm", "takes"]
 
-is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once for every norm
-in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
-modes, tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state  # pyright: ignore
+is_grad_enabled = torch.is_grad_enabled  # looked up once: it is asked for every norm
 
 SOURCE, DIRECT = (Path(__file__).with_name(name) for name in ("norms.cpp", "norms_direct.cpp"))
 UNDEFINED = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()  # Python itself has what is missing
 KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 """What there are kernels for; the numbers are those of `norms.h`. LayerNorm is there to compare with."""
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-PLAIN = frozenset({Tensor, nn.Parameter})  # whose memory is theirs; in subclasses it may be anywhere
 WIDEST = 16384  # numbers a row, on CUDA
 LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than torch's one, or two (an estimate)
 
@@ -122,12 +118,12 @@ def by_operators(path: str) -> Operators:
     ops = torch.ops.normgeo
 
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor | None:
-        suits = not is_grad_enabled() and _plain(x) and _suit(x, weight, bias)
+        suits = not is_grad_enabled() and is_plain(x) and _suit(x, weight, bias)
         return ops.norm(x.contiguous(), weight, bias, *options) if suits else None
 
     def add_norm_(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
         *numbers, over = options
-        if is_grad_enabled() or not (_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
+        if is_grad_enabled() or not (is_plain(residual) and _may_add(residual, x) and _suit(residual, weight, bias)):
             return None
         if not _may_write(residual, x):
             return None
@@ -172,7 +168,7 @@ def takes(x: Tensor) -> bool:
 
     What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it.
     """
-    if not _plain(x):
+    if not is_plain(x):
         return False
     if x.is_cpu:
         return norm_gradients.loaded() is not None if is_grad_enabled() else loaded().compiled
@@ -194,25 +190,23 @@ def launched_always() -> Iterator[None]:
         yield
 
 
-def _plain(x: Tensor) -> bool:
-    """Whether an input is what kernels are for, lies where it says, and is neither traced, transformed nor watched."""
-    if x.dtype not in DTYPES or type(x) not in PLAIN or x.layout is not torch.strided or not x.dim() or x.is_neg():
-        return False
-    return not (is_compiling() or in_transform() is not None or forward_ad._current_level >= 0 or modes() or tracing())
-
-
 def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether gamma and beta are what a kernel reads: d numbers of one dtype, the input's or float32, where x is."""
     given = [p for p in parameters if p is not None]
-    if not all(type(p) in PLAIN and p.is_contiguous() and p.numel() == x.shape[-1] for p in given):
+    if not all(type(p) in PLAIN and p.is_contiguous() and p.shape == x.shape[-1:] for p in given):
         return False
     dtypes = {p.dtype for p in given}
     return len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32} and all(p.device == x.device for p in given)
 
 
+def _may_be_kept(*tensors: Tensor | None) -> bool:
+    """Whether autograd may keep them: tensors of inference mode it does not."""
+    return not any(t is not None and t.is_inference() for t in tensors)
+
+
 def _may_add(residual: Tensor, x: Tensor) -> bool:
     """As under autocast the stream may be wider than what is added to it, but not narrower."""
-    if not _plain(x) or x.device != residual.device or not residual.is_contiguous():
+    if not is_plain(x) or x.device != residual.device or not residual.is_contiguous():
         return False
     return x.shape == residual.shape and residual.dtype in (x.dtype, torch.float32)
 
@@ -224,7 +218,7 @@ def _may_write(residual: Tensor, x: Tensor) -> bool:
 
 def _on_cpu(x: Tensor) -> Operators:
     """What is not built before there is something for it: training does without."""
-    return loaded() if _plain(x) and not is_grad_enabled() else NONE
+    return loaded() if is_plain(x) and not is_grad_enabled() else NONE
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str) -> Tensor | None:
@@ -235,7 +229,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     if is_compiling():
         return None
     if x.is_cpu and is_grad_enabled():
-        if not (_plain(x) and _suit(x, weight, bias)) or (kernels := norm_gradients.loaded()) is None:
+        if not (is_plain(x) and _suit(x, weight, bias) and _may_be_kept(x, weight)):
+            return None
+        if (kernels := norm_gradients.loaded()) is None:
             return None
         return differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
     if x.is_cpu:

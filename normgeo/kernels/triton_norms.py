@@ -148,7 +148,7 @@ def _saving(
 
 
 def _gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, scales: Tensor, dz: Tensor, offset: float, kind: int,
+    x: Tensor, weight: Tensor | None, bias: torch.dtype | None, scales: Tensor, dz: Tensor, offset: float, kind: int,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     rows, d, plan, dx = _rows(x), x.shape[-1], _plan(x, kept=2), torch.empty_like(x)
@@ -163,11 +163,11 @@ def _gradients(
                 x, weight, scales, dz, dx, dweight, dbias, rows, d, d + (kind == 2), offset, steps, KIND=kind,
                 WEIGHT=weight is not None, DWEIGHT=dweight is not None, DBIAS=dbias is not None, **plan,
             )  # fmt: skip
-    return dx, _total(dweight, weight), _total(dbias, bias)
+    return dx, _total(dweight, weight.dtype if weight is not None else None), _total(dbias, bias)
 
 
-def _total(sums: Tensor | None, of: Tensor | None) -> Tensor | None:
-    return None if sums is None or of is None else sums.sum(0).to(of.dtype)
+def _total(sums: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if sums is None or dtype is None else sums.sum(0).to(dtype)
 
 
 KERNELS = differentiable.Kernels(_saving, _gradients)
