@@ -86,8 +86,10 @@ class _Norm(nn.Module):
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
         if norm_ops is not None and self.kernel is not None:
-            of = self._parameters  # found through the module they take as long as a token's norm
-            weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)  # parametrized
+            try:  # found through the module they take as long as a token's norm
+                weight, bias = self._parameters["weight"], self._parameters["bias"]
+            except KeyError:  # parametrized, or pruned
+                weight, bias = self.weight, self.bias
             # without parameters no kernel knows of another width
             if weight is not None or bias is not None or x.shape[-1:] == (self.d,):
                 z = norm_ops.norm(x, weight, bias, self.eps, self.offset, self.kernel)
@@ -158,8 +160,7 @@ class RMSNorm(_Norm):
             return super().plain(x)
         if x.shape[-1:] != (self.d,) or (x.is_cpu and not self.centered):
             return super().plain(x)
-        of = self._parameters
-        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (self.weight, self.bias)
+        weight, bias = self.weight, self.bias
         if weight is None:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
         elif self.offset:

@@ -137,8 +137,10 @@ def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
     z = None
     if stream.mode == "fast":
-        of = norm._parameters  # as attributes they take as long as the rest of this function
-        weight, bias = (of["weight"], of["bias"]) if len(of) == 2 else (norm.weight, norm.bias)  # parametrized
+        try:  # as attributes they take as long as the rest of this function
+            weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+        except KeyError:  # parametrized, or pruned
+            weight, bias = norm.weight, norm.bias
         z = norm_ops.add_norm_(residual, x, weight, bias, norm.eps, norm.offset, norm.kernel, over)
     if z is None:
         residual.add_(x)

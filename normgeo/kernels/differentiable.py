@@ -51,23 +51,28 @@ class _Norm(torch.autograd.Function):
         dz, needed = grads[0], ctx.needs_input_grad[1:4]
         if dz is None:
             return (None,) * 7
-        if torch.is_grad_enabled() or not is_plain(dz):  # gradients of these gradients, or many at once, are wanted
-            with torch.enable_grad():
-                found = _in_torch(ctx, x, weight, dz, needed)
-        else:  # what was saved may come back in another dtype or layout: hooks see to where it is kept
-            x, weight = _as_kept(x, dz.dtype), None if weight is None else _as_kept(weight, ctx.weight)
-            scales, dz = _as_kept(scales, torch.float32), dz.contiguous()
-            dx, *others = ctx.kernels.backward(x, weight, ctx.bias, scales, dz, ctx.offset, ctx.kind, needed[1:])
+        # where tensors are kept meanwhile, and in what dtype and layout, is others' to say
+        given = dz.contiguous(), x.to(dz.dtype).contiguous(), scales.to(torch.float32).contiguous()
+        gamma = None if weight is None else weight.to(ctx.weight).contiguous()
+        if torch.is_grad_enabled() or not _fit(*given, gamma):  # as gradients of these gradients, or many at once
+            found = _in_torch(ctx, x, weight, dz, needed, create_graph=torch.is_grad_enabled())
+        else:
+            dz, x, scales = given
+            dx, *others = ctx.kernels.backward(x, gamma, ctx.bias, scales, dz, ctx.offset, ctx.kind, needed[1:])
             found = dx if needed[0] else None, *others
         return None, *found, None, None, None
 
 
-def _as_kept(saved: Tensor, dtype: torch.dtype) -> Tensor:
-    return saved.to(dtype).contiguous()
+def _fit(dz: Tensor, x: Tensor, scales: Tensor, gamma: Tensor | None) -> bool:
+    """Whether kernels can read these: that they could in the forward pass does not tell."""
+    if not all(map(is_plain, (dz, x, scales))) or x.shape != dz.shape or scales.shape != (x.shape[:-1].numel(),):
+        return False
+    return gamma is None or (is_plain(gamma) and gamma.shape == x.shape[-1:])
 
 
+@torch.enable_grad()
 def _in_torch(
-    ctx: Any, x: Tensor, weight: Tensor | None, dz: Tensor, needed: tuple[bool, ...]
+    ctx: Any, x: Tensor, weight: Tensor | None, dz: Tensor, needed: tuple[bool, ...], create_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, gamma and beta in torch's arithmetic, which has gradients itself."""
     # gradients are asked of names for them, behind which nothing is: x may come from this gamma by way of another norm
@@ -82,7 +87,7 @@ def _in_torch(
     if weight is not None:
         z = z * (weight.float() + ctx.offset)
     wanted = [t for t, is_needed in ((x, needed[0]), (weight, needed[1])) if is_needed and t is not None]
-    found = iter(torch.autograd.grad(z, wanted, dz.float(), create_graph=True) if wanted else ())
+    found = iter(torch.autograd.grad(z, wanted, dz.float(), create_graph=create_graph) if wanted else ())
     dx, dweight = (next(found) if is_needed else None for is_needed in needed[:2])
     dbias = dz.float().sum_to_size(x.shape[-1]).to(ctx.bias) if needed[2] else None
     return dx, dweight, dbias

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #include "norms.h"
 #include "spread.h"
@@ -135,14 +136,17 @@ extern "C" void normgeo_norm(const void* x, int64_t dtype, int64_t rows, int64_t
                [&](int64_t, int64_t n, int64_t grain, const auto& body) { spread(parallel, n, grain, body); });
 }
 
-// dx, and dweight and dbias unless null. Sums over rows are in an order that no number of threads changes.
-extern "C" void normgeo_norm_gradients(const void* x, int64_t dtype, int64_t rows, int64_t d, const void* weight,
+// dx, and dweight and dbias unless null; false without the memory for it. Sums over rows are in an order that no number of
+// threads changes.
+extern "C" bool normgeo_norm_gradients(const void* x, int64_t dtype, int64_t rows, int64_t d, const void* weight,
                                        int64_t parameters, double offset, int64_t kind, const float* scales,
                                        const void* dz, void* dx, void* dweight, void* dbias, void* parallel) {
     const int64_t width = (d + N - 1) / N * N, shares = std::min((rows + SHARE - 1) / SHARE, SHARES);
     const int64_t kept = (dweight != nullptr) + (dbias != nullptr), step = 2 * kept * width;
-    const std::unique_ptr<float[]> gamma(new float[width]()), sums(new float[shares * step + 1]);
+    const std::unique_ptr<float[]> gamma(new (std::nothrow) float[width]), sums(new (std::nothrow) float[shares * step + 1]);
+    if (!gamma || !sums) return false;
     std::fill(gamma.get(), gamma.get() + d, 1.0f);
+    std::fill(gamma.get() + d, gamma.get() + width, 0.0f);
     if (weight) typed(parameters, [&](auto of) {
         const auto* from = static_cast<const decltype(of)*>(weight);
         for (int64_t j = 0; j < d; j += N)
@@ -163,4 +167,5 @@ extern "C" void normgeo_norm_gradients(const void* x, int64_t dtype, int64_t row
         if (dweight) total_of<decltype(of)>(sums.get(), shares, step, d, dweight);
         if (dbias) total_of<decltype(of)>(sums.get() + (kept - 1) * width, shares, step, d, dbias);
     });
+    return true;
 }

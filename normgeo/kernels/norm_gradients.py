@@ -21,15 +21,20 @@ __all__ = ["loaded"]
 SOURCE = Path(__file__).with_name("norm_gradients.cpp")
 
 
-@functools.cache
 def loaded() -> differentiable.Kernels | None:
     """The kernels, built if need be; None where they cannot be, which is said once, as a warning."""
+    kernels, reason = _loaded()
+    if kernels is None:
+        failed(reason)
+    return kernels
+
+
+@functools.cache
+def _loaded() -> tuple[differentiable.Kernels | None, str]:
     try:
-        return _checked(_declared(ctypes.CDLL(str(compiled(SOURCE)))))
+        return _checked(_declared(ctypes.CDLL(str(compiled(SOURCE))))), ""
     except (OSError, RuntimeError) as error:
-        reason = str(error)
-    failed(reason)
-    return None
+        return None, str(error)
 
 
 def _declared(library: Any) -> differentiable.Kernels:
@@ -37,7 +42,7 @@ def _declared(library: Any) -> differentiable.Kernels:
     start = [pointer, number, number, number, pointer]  # x, its dtype and shape, weight
     library.normgeo_norm.argtypes = [*start, pointer, number, real, real, number, pointer, pointer, pointer]
     library.normgeo_norm_gradients.argtypes = [*start, number, real, number, *[pointer] * 6]
-    library.normgeo_norm.restype = library.normgeo_norm_gradients.restype = None
+    library.normgeo_norm.restype, library.normgeo_norm_gradients.restype = None, ctypes.c_bool
     return differentiable.Kernels(functools.partial(_forward, library), functools.partial(_backward, library))
 
 
@@ -92,8 +97,10 @@ def _backward(
         torch.empty(x.shape[-1], dtype=dtype, device=x.device) if is_wanted and dtype is not None else None
         for dtype, is_wanted in zip(dtypes, wanted, strict=True)
     )
-    library.normgeo_norm_gradients(
+    done = library.normgeo_norm_gradients(
         x.data_ptr(), *_rows(x), _at(weight), _type(x, *dtypes), offset, kind, scales.data_ptr(), dz.data_ptr(),
         dx.data_ptr(), _at(dweight), _at(dbias), cpu.parallel_for(),
     )  # fmt: skip
+    if not done:
+        raise RuntimeError(f"no memory for the gradients of a norm of {tuple(x.shape)}")
     return dx, dweight, dbias
