@@ -33,32 +33,28 @@ struct Rows {
     float scale[R], along[R], shift[R], mean[R];  // dv = scale g - along v + shift, and v = x - mean
 };
 
-// What the gradients of R rows have in common over a row.
+// What the gradients of R rows have in common over a row. One row after the other comes from memory, as it lies there.
 template <class T, int R, bool SUM>
 Rows<R> constants(const Gradients& c, const T* x, const T* dz, const float* scales) {
-    Floats dots[R] = {}, sums[R] = {}, others[R] = {};
     Rows<R> out = {};
     const int64_t d = c.d;
-    if (c.kind == LAYER)
-        for (int r = 0; r < R; r++) {
-            Floats whole = {};
-            for (int64_t j = 0; j < d; j += N) whole += get<1>(x + r * d + j, d - j).parts[0];
-            out.mean[r] = summed<N>(whole) / d;
+    for (int r = 0; r < R; r++, x += d, dz += d) {
+        Floats dots[PARTS] = {}, sums[PARTS] = {}, others[PARTS] = {};
+        if (c.kind == LAYER) {
+            Floats whole[PARTS] = {};
+            along<1>(d, [&](int64_t j, int64_t n, int p) { whole[p] += get<1>(x + j, n).parts[0]; });
+            out.mean[r] = total(whole) / d;
         }
-    for (int64_t j = 0; j < d; j += N) {
-        const Floats gamma = read<Floats>(c.gamma + j);
-        for (int r = 0; r < R; r++) {
-            const Floats v = get<1>(x + r * d + j, d - j).parts[0] - out.mean[r];
-            const Floats g = get<1>(dz + r * d + j, d - j).parts[0] * gamma;
-            dots[r] = fused<N>(g, v, dots[r]);
-            if (SUM) sums[r] += v, others[r] += g;
-        }
-    }
-    for (int r = 0; r < R; r++) {
+        along<1>(d, [&](int64_t j, int64_t n, int p) {
+            const Floats v = get<1>(x + j, n).parts[0] - out.mean[r];
+            const Floats g = get<1>(dz + j, n).parts[0] * read<Floats>(c.gamma + j);
+            dots[p] = fused<N>(g, v, dots[p]);
+            if (SUM) sums[p] += v, others[p] += g;
+        });
         const float scale = scales[r];
         out.scale[r] = scale;
-        out.along[r] = scale * scale * scale * summed<N>(dots[r]) / (d + (c.kind == CRMS));
-        if (SUM) out.shift[r] = c.kind == LAYER ? -scale * summed<N>(others[r]) / d : -out.along[r] * summed<N>(sums[r]);
+        out.along[r] = scale * scale * scale * total(dots) / (d + (c.kind == CRMS));
+        if (SUM) out.shift[r] = c.kind == LAYER ? -scale * total(others) / d : -out.along[r] * total(sums);
     }
     return out;
 }
