@@ -267,13 +267,10 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
         return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # what a missing tokenizer raises, by kind
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what a missing one raises, by kind
+        if "trust_remote_code" in str(error):
+            own = "it brings its own code, which is run only with --trust-remote-code"
+            warnings.warn(f"{name} goes without its tokenizer: {own}", stacklevel=2)
         return None
     if tokenizer is None:
         return None

@@ -161,6 +161,19 @@ def test_examples_fit_short_contexts():
     assert convert(model).certificate.passed
 
 
+def test_a_tokenizer_with_code_of_its_own_is_said_to_be_left_out(tmp_path):
+    load_tokenizer("embedded-layernorm").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    raw |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(raw))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Mine(PreTrainedTokenizerFast): pass\n"
+    (tmp_path / "mine.py").write_text(code)
+    tiny("vit").save_pretrained(tmp_path)  # for whose kind there is no other
+    with pytest.warns(UserWarning, match="without its tokenizer: it brings its own code"):
+        assert load_tokenizer(tmp_path) is None
+    assert load_tokenizer(tmp_path, trust_remote_code=True) is not None
+
+
 def test_a_tokenizer_that_needs_what_is_not_installed_is_said(monkeypatch):
     def absent(*_, **__):
         raise ImportError("\nYou need to install sacremoses to use BioGptTokenizer.\nSee there.")
