@@ -126,7 +126,7 @@ def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -
             f"{name} has weights of more layers than its config.json tells of: {_counted(unused)} left out",
             stacklevel=4,
         )
-    elif unexpected and not {cls.__name__ for cls in type(model).__mro__} & set(model.config.architectures or ()):
+    elif unexpected and not {c.__name__ for c in type(model).__mro__} & set(map(str, model.config.architectures or ())):
         warnings.warn(
             f"{name} is loaded as {type(model).__name__}, since the architectures in its config.json name no class of "
             f"transformers: {_counted(unexpected)} left out",
