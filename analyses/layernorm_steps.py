@@ -57,11 +57,10 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     vectors = {row["vector"]: np.array([row["x1"], row["x2"], row["x3"]]) for row in frame.to_dict("records")}
     colors = dict(zip(vectors, _axes.PALETTE, strict=False))
     for k, (title, shown) in enumerate(STEPS.items()):
-        axes: Any = figure.add_subplot(2, 3, k + 1, projection="3d")
+        axes: Any = figure.add_subplot(2, 3, k + 1, projection="3d", computed_zorder=False)
         _backdrop(axes, 2.0)
-        for name in sorted(
-            shown, key=lambda name: -np.linalg.norm(vectors[name])
-        ):  # shorter ones of a direction on top
+        longest_first = sorted(shown, key=lambda name: -np.linalg.norm(vectors[name]))  # else they hide what is shorter
+        for name in longest_first:
             new = name == shown[-1]
             axes.quiver(
                 0, 0, 0, *vectors[name], color=colors[name], label=name, linewidth=1.8 if new else 1.0,

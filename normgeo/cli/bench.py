@@ -264,6 +264,6 @@ def _norms(frame: pd.DataFrame) -> None:
                 row["norm"], f"{1e6 * row['seconds']:.1f}", _spread(row, "ratio"), f"{row['gb_per_s']:.1f}",
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
-        about = f"{rows[0]['rounds']} rounds, {rows[0]['device']}, {rows[0]['threads']} threads"
+        about = f"{rows[0]['rounds']} rounds, {rows[0]['passes']}, {rows[0]['device']}, {rows[0]['threads']} threads"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
         console.print(table)
