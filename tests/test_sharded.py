@@ -152,6 +152,14 @@ def test_models_that_check_the_class_of_their_configuration_are_loaded(tmp_path)
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
+def check_same(model, folder):
+    """Whether what is loaded gives what the model gives."""
+    inputs = example_inputs(model)
+    with torch.no_grad():
+        a, b = (one(**inputs).logits for one in (model, load_model(folder)))
+    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
 def edited(folder, edit):
     """A checkpoint in one file, with other tensors in it."""
     weights = load_file(folder / "model.safetensors")
@@ -175,10 +183,7 @@ def test_buffers_that_older_versions_stored_are_left_out_as_loading_does(name, t
     assert not [
         key for key in load_file(tmp_path / "out" / "model.safetensors") if key.endswith(("inv_freq", "0.attn.bias"))
     ]
-    inputs = example_inputs(model)
-    with torch.no_grad():
-        a, b = model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    check_same(model, tmp_path / "out")
 
 
 def test_weights_of_more_layers_are_said(tmp_path):
@@ -205,10 +210,7 @@ def test_a_shard_may_have_the_name_of_what_is_untied(tmp_path):
     first.rename(first.with_name("model-untied.safetensors"))
     index.write_text(index.read_text().replace(first.name, "model-untied.safetensors"))
     convert_sharded(tmp_path / "in", tmp_path / "out")
-    inputs = example_inputs(model)
-    with torch.no_grad():
-        a, b = model(**inputs).logits, load_model(tmp_path / "out")(**inputs).logits
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    check_same(model, tmp_path / "out")
 
 
 def test_names_that_are_not_the_models_are_refused(tmp_path):

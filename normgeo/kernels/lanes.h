@@ -88,14 +88,13 @@ inline void narrow(typename Of<N>::Floats v, Float16* out) {
     }
 }
 
-// The first n of COUNT numbers, and zeros behind them; and the first n of COUNT, nothing behind them touched. Calls that
-// copy so few bytes take as long as dozens of whole vectors.
 #ifdef __AVX2__
 inline __m256i first(int64_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 #endif
 
+// The first n of COUNT numbers, and zeros behind them. Calls that copy so few bytes take as long as dozens of vectors.
 template <int COUNT, class T>
 inline void fetch(const T* from, int64_t n, T* to) {
     constexpr int SIZE = COUNT * sizeof(T);
@@ -112,6 +111,7 @@ inline void fetch(const T* from, int64_t n, T* to) {
     std::memcpy(to, from, n * sizeof(T));
 }
 
+// The first n of COUNT numbers, of which nothing behind them is written over.
 template <int COUNT, class T>
 inline void deliver(const T* from, int64_t n, T* to) {
     constexpr int SIZE = COUNT * sizeof(T);

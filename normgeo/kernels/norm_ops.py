@@ -228,15 +228,14 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     """
     if is_compiling():
         return None
-    if x.is_cpu and is_grad_enabled():
-        if not (is_plain(x) and _suit(x, weight, bias) and _may_be_kept(x, weight)):
-            return None
-        if (kernels := norm_gradients.loaded()) is None:
-            return None
-        return differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
-    if x.is_cpu:
+    if x.is_cpu and not is_grad_enabled():
         return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
-    if not takes(x) or not _pays(x, kind) or not _suit(x, weight, bias):
+    if not takes(x) or not _suit(x, weight, bias) or (is_grad_enabled() and not _may_be_kept(x, weight)):
+        return None
+    if x.is_cpu:
+        kernels = norm_gradients.loaded()
+        return kernels and differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
+    if not _pays(x, kind):
         return None
     return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
 
