@@ -20,6 +20,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     return frame[frame.phase.isin(["pre", "post"])].reset_index(drop=True)
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Of several models, fig. 3: the first norm of each layer, a column per model; of one model, fig. 7: every norm."""
     models = list(frame.model.unique())
@@ -49,6 +50,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     part.layer + 0.15 * (k - 1), part.mean_deg, part.std_deg, fmt=figures.MARKERS[name], color=color,
                     markersize=3, elinewidth=0.8, capsize=1.5, label=figures.LABELS[name], zorder=3,
                 )  # fmt: skip
-    _axes.legend(figure)
+    figures.legend(figure)
     figure.suptitle("Angles at the first norm of each layer (mean ± standard deviation over tokens)", fontsize=9)
     return figure

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from analyses import _axes, _source
+from normgeo import figures
 from normgeo.comparison.agreement import agreements
 from normgeo.conversion.convert import convert
 from normgeo.examples import max_context
@@ -43,6 +44,7 @@ def compute(
     return frame[first + [c for c in frame if c not in first]]
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """What either conversion changes, on logarithmic axes; no change at all is an open marker at the edge."""
     panels = {

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from analyses import _axes
+from normgeo import figures
 from normgeo.architectures import Architecture, architectures, tiny
 from normgeo.conversion.centering import SIDE
 from normgeo.conversion.convert import Conversion, convert
@@ -201,6 +202,7 @@ def _owner(x: Tensor) -> Tensor:
     return base if base is not None and base.numel() == x.numel() and base.is_contiguous() else x
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Verdicts by family, and the errors of all conversions."""
     titles = ["transformers' architectures by verdict", "every conversion by its error"]
@@ -217,7 +219,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     errors = frame.error_rel.dropna().clip(lower=1e-17).sort_values().to_numpy()
     grid[0, 1].semilogy(range(1, len(errors) + 1), errors, ".", color="0.3", markersize=3)
     grid[0, 1].set_ylabel("relative error in float64, other inputs")
-    _axes.legend(figure, columns=6)
+    figures.legend(figure, columns=6)
     return figure
 
 

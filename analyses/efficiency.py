@@ -12,7 +12,6 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 
 from analyses import _axes, _source
@@ -62,12 +61,12 @@ def _words(key: object) -> str:
     return f"{dtype}, {phase}, {mode}; {device}, {threads} threads"
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Fig. 3 and 5: a row for each dtype of plain forward passes, one for decoding and one for what is compiled.
 
     Whole passes are on the left, norms and additions on the right.
     """
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
     plain = (frame.phase == "forward") & (frame["mode"] == "eager")
     row = (
         frame.dtype.str.removesuffix("-dynamic").where(plain, "all dtypes") + ", " + frame.phase + ", " + frame["mode"]
@@ -81,7 +80,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             _compared(one, part, names, prefix)
         axes[0].set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
         axes[0].set_ylabel("time / Pre-LN")
-    _axes.legend(figure, columns=4)
+    figures.legend(figure, columns=4)
     devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
     return figure

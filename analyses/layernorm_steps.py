@@ -50,9 +50,10 @@ def compute(
     return pd.DataFrame(rows)
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """A panel for each step, with the plane of the vectors of mean 0."""
-    sns.set_theme(style="white", palette="colorblind", rc=figures.STYLE)
+    sns.set_style("white")
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 4.6), layout="constrained")
     vectors = {row["vector"]: np.array([row["x1"], row["x2"], row["x3"]]) for row in frame.to_dict("records")}
     colors = dict(zip(vectors, _axes.PALETTE, strict=False))
@@ -69,7 +70,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         if title.startswith("(c)"):
             axes.plot(*np.stack([vectors["x"], vectors["left"]]).T, color="0.5", linewidth=0.7, linestyle=":")
         axes.set_title(title, pad=-2)
-    _axes.legend(figure, columns=4)
+    figures.legend(figure, columns=4)
     figure.suptitle("LayerNorm of a vector in three dimensions, step by step", fontsize=9)
     return figure
 

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from analyses import _axes, _source
+from normgeo import figures
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
@@ -76,6 +77,7 @@ def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
                         }  # fmt: skip
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model."""
     frame = on_stream(frame)
@@ -95,6 +97,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     fmt=f"{'osD^v'[k % 5]}-", color=_axes.PALETTE[k % 10], linewidth=1, elinewidth=0.8, capsize=1.5,
                     label=mask, zorder=3,
                 )  # fmt: skip
-    _axes.legend(figure)
+    figures.legend(figure)
     figure.suptitle("Angle to the uniform vector for chosen tokens (mean ± standard deviation over tokens)", fontsize=9)
     return figure

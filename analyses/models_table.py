@@ -8,6 +8,7 @@ import matplotlib.figure
 import pandas as pd
 
 from analyses import _axes
+from normgeo import figures
 from normgeo.models import TABLE_1
 
 
@@ -16,6 +17,7 @@ def compute() -> pd.DataFrame:
     return pd.DataFrame([asdict(card) | {"memory_gb": card.memory_gb} for card in TABLE_1])
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Memory of the weights by model, colored by the kind of norm."""
     figure, grid = _axes.grid(1, ["Models of Geometry table 1"], xlabel="weights in 16-bit precision (GB)")
@@ -28,5 +30,5 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.25)
-    _axes.legend(figure)
+    figures.legend(figure)
     return figure

@@ -11,7 +11,6 @@ from pathlib import Path
 import matplotlib.figure
 import numpy as np
 import pandas as pd
-import seaborn as sns
 
 from analyses import _axes, _source
 from normgeo import figures
@@ -47,9 +46,9 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Bars for each shape, an axis for each dtype, with quartiles."""
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
     parts = list(frame.groupby("dtype", sort=False))
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.9 + 1.9 * len(parts)), layout="constrained")
     shown = [name for name in SHOWN if name in set(frame.norm)]
@@ -73,7 +72,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.set_title(dtype)
         axes.set_ylabel("time / torch's LayerNorm")
         axes.grid(visible=False, axis="x")
-    _axes.legend(figure, columns=3)
+    figures.legend(figure, columns=3)
     devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     passes = frame.passes.iloc[0] if "passes" in frame else "forward"  # tables of older versions have no others
     figure.suptitle(f"Norms alone, {passes}, their input in the cache where it fits\n{devices}", fontsize=9)

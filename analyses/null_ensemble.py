@@ -13,6 +13,7 @@ import matplotlib.figure
 import pandas as pd
 
 from analyses import _axes, _source
+from normgeo import figures
 from normgeo.errors import DataError
 from normgeo.figures import series
 
@@ -39,6 +40,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     return uniform.merge(null, on=keys)[COLUMNS]
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
     models = list(frame.model.unique())
@@ -66,7 +68,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 axes.plot(pre.layer, pre[value], label=name, **style)
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)
     grid[0, 0].plot([], [], "o:", color="0.4", markerfacecolor="white", markersize=3.5, label="open: after the norm")
-    _axes.legend(figure, columns=4 if frame["stack"].nunique() > 1 else 5)
+    figures.legend(figure, columns=4 if frame["stack"].nunique() > 1 else 5)
     n = int(frame.n_directions.max())
     figure.suptitle(f"Mean angle to the uniform vector among those to {n} random directions", fontsize=9)
     return figure

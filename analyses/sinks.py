@@ -11,6 +11,7 @@ import matplotlib.figure
 import pandas as pd
 
 from analyses import _axes, _source
+from normgeo import figures
 from normgeo.errors import DataError
 from normgeo.figures import on_stream
 
@@ -32,6 +33,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     return sinks.loc[keep, columns].reset_index(drop=True)
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle and norm along the depth of the residual stream, a column per model."""
     frame, models = on_stream(frame), list(frame.model.unique())
@@ -50,6 +52,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 norm.plot(part.depth, part.mean_norm, f"{'osD'[k]}-", **style)
     grid[0, 0].set_ylabel("angle to uniform (degrees)")
     grid[1, 0].set_ylabel("mean norm")
-    _axes.legend(figure)
+    figures.legend(figure)
     figure.suptitle("Attention sinks apart, before each norm (mean ± standard deviation over tokens)", fontsize=9)
     return figure

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import matplotlib.figure
 import pandas as pd
-import seaborn as sns
 import torch
 from transformers import LlamaConfig, LlamaModel
 
@@ -148,9 +147,9 @@ def compute(machines: Sequence[Machine] = (CPU, NODE)) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Bytes by tier, and hours of one machine by tier."""
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 4.6), layout="constrained")
     grid = figure.subplots(2, frame.model.nunique(), squeeze=False, sharex="row", sharey="all")
     for column, (model, part) in enumerate(frame.groupby("model", sort=False)):
@@ -170,7 +169,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             axes.set_xlabel(label)
             axes.grid(visible=False, axis="y")
     grid[0, 0].invert_yaxis()
-    _axes.legend(figure)
+    figures.legend(figure)
     return figure
 
 

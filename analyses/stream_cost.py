@@ -39,9 +39,9 @@ def compute(
     return frame
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Median ratios with quartiles, a bar a variant; normgeo's own in another color."""
-    sns.set_theme(style="whitegrid", palette="colorblind", rc=figures.STYLE)
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 2.4), layout="constrained")
     axes = figure.subplots()
     colors = sns.color_palette("colorblind")

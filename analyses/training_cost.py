@@ -16,6 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analyses import _axes, _source
+from normgeo import figures
 from normgeo.bench.training import FORMS, PARTS, breakdown
 
 NAMES = {
@@ -40,6 +41,7 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     return _source.raw(run, "training_cost.parquet", columns, "normgeo bench train")
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size."""
     sizes = dict(list(frame.groupby("size", sort=False)))
@@ -54,7 +56,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         _bars(axes, breakdown(part))
     for axes in grid[:, 0]:
         axes.set_ylabel("share of Pre-LN's step (%)")
-    _axes.legend(figure, columns=3)
+    figures.legend(figure, columns=3)
     about = frame.iloc[0]
     figure.suptitle(f"A training step: float32, threads: {about.threads}, {about.device}", fontsize=9)
     return figure

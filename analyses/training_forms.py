@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from analyses import _axes
+from normgeo import figures
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError
 from normgeo.loading import load_tokenizer
@@ -58,6 +59,7 @@ def compute(n_tokens: int | None = None) -> pd.DataFrame:
     ]
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The three loss curves, and the relative difference of two of them from the first."""
     figure, grid = _axes.grid(
@@ -82,6 +84,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             difference.plot(part.step, part.difference.clip(1e-9), **style | {"linewidth": 0.8})
     difference.set_yscale("log")
     difference.axhline(torch.finfo(torch.float32).eps, color="0.5", linewidth=0.8, linestyle=":", label="float32's eps")
-    _axes.legend(figure)
+    figures.legend(figure)
     figure.suptitle("One model in three forms, training in float32", fontsize=9)
     return figure

@@ -11,6 +11,7 @@ import matplotlib.figure
 import pandas as pd
 
 from analyses import _axes
+from normgeo import figures
 from normgeo.models import EMBEDDED
 
 
@@ -23,6 +24,7 @@ def compute() -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)[["model", "norm", "step", "train_loss", "held_out_loss", "lr"]]
 
 
+@figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning curves, and the difference between the twins in held-out loss."""
     figure, grid = _axes.grid(
@@ -39,6 +41,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     difference.axhline(0, color="0.4", linewidth=0.6)
     difference.plot(held_out.index, held_out.rmsnorm - held_out.layernorm, "D-", color="0.2", linewidth=1, markersize=3)
     difference.set_ylabel("RMSNorm minus LayerNorm (nats)")
-    _axes.legend(figure)
+    figures.legend(figure)
     figure.suptitle("The embedded twins in training", fontsize=9)
     return figure

@@ -68,6 +68,8 @@ def legend(figure: matplotlib.figure.Figure, columns: int = 4) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
+        if made := axes.get_legend():
+            made.remove()
     for ncols in range(columns, 0, -1):
         made = figure.legend(
             list(entries.values()), list(entries), loc="outside lower center", ncols=ncols, frameon=False, borderpad=0

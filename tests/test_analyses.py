@@ -8,17 +8,24 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 
 from analyses import _source
 from analyses.__main__ import main, names
 from normgeo import figures
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import RunConfig, start_run
+from normgeo.bench.inference_models import SIZES
+from normgeo.conversion.gauge import find_gauge
 from normgeo.errors import DataError, RunError
 
 N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
-FIXED = ["angles_in_training", "layernorm_steps", "models_table", "training_cost", "twins_loss"]
+FIXED = [
+    "angles_in_training", "layernorm_steps", "models_table", "training_cost", "twins_loss", "twins_table", "workload",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,36 @@ def test_the_steps_of_layernorm_are_those_of_its_formula():
         frame.angle_deg[["along 1", "left", "of length 1", "of length sqrt(d)"]], [0, 90, 90, 90], atol=1e-9
     )
     np.testing.assert_allclose(frame.angle_deg["x"], np.degrees(np.arccos(x.sum() / 2 / np.linalg.norm(x))))
+
+
+@pytest.mark.parametrize("size", ["vit-tiny", "vit-giant", "gpt-medium"])
+def test_the_workload_counts_what_a_pass_multiplies(size):
+    config = SIZES[size]()
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        if size.startswith("vit"):
+            ViTForImageClassification(config).eval()(torch.zeros(1, 3, config.image_size, config.image_size))
+        else:
+            GPT2LMHeadModel(config).eval()(torch.zeros(1, 512, dtype=torch.long))
+    assert module("workload").compute([size]).products[0] == counter.get_total_flops()
+
+
+def test_the_workload_centers_what_the_gauge_centers_but_embeddings(monkeypatch):
+    config = GPT2Config(n_embd=12, n_layer=3, n_head=2, n_positions=512, vocab_size=40)
+    monkeypatch.setitem(SIZES, "small", lambda: config)
+    model = GPT2LMHeadModel(config).eval()
+    written = sum(model.get_parameter(w.parameter).numel() for w in find_gauge(model).writers if ".h." in w.parameter)
+    row = module("workload").compute(["small"], sequences=5).iloc[0]
+    assert row.step_linear == 2 * 2 * written  # sums and differences, of parameters and of their gradients
+    assert row.step_recenter == 2 * 2 * 5 * 512 * 12
+    assert row.step_rmsnorm == 3 * 5 * (2 * 3 + 1) * 512 * 12 * 3
+
+
+def test_the_table_of_twins_has_the_numbers_of_the_paper():
+    frame = module("twins_table").compute().set_index("size")
+    assert frame.loc["1b", ["layers", "d", "heads", "lr", "steps", "checkpoints"]].tolist() == [
+        16, 2048, 8, 3e-4, 50_000, 14
+    ]  # fmt: skip
+    assert frame.parameters["160m"] == 124_439_808  # GPT-2 small's
 
 
 @pytest.mark.parametrize("n_tokens", [-1, 0])
