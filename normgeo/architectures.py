@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from normgeo.errors import ModelError
+from normgeo.models import seeded
 
 __all__ = ["TASKS", "Architecture", "architectures", "tiny", "tiny_config"]
 
@@ -379,8 +380,8 @@ def _built(cls: Any, config: PretrainedConfig, seed: int) -> PreTrainedModel:
             with torch.device("meta"):
                 size = sum(p.numel() for p in cls(part).parameters())
             if size <= MAX_PARAMETERS:
-                torch.manual_seed(seed)
-                return cls(part).float().eval()
+                with seeded(seed):
+                    return cls(part).float().eval()
             failed = failed or f"it stays large: {size / 1e6:.0f} million parameters"
         except Exception as error:  # whatever building a model raises
             failed = failed or _line(error)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,9 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    module = copy.deepcopy(module).to(dtype).eval()
+    # hooks change what it gives, as those that recenter, and are not to see random vectors: the copy has none
+    hooks = (each for part in module.modules() for each in (part._forward_hooks, part._forward_pre_hooks))
+    module = copy.deepcopy(module, {id(each): OrderedDict() for each in hooks}).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
 
     def probe(scale: float) -> Tensor:

@@ -35,6 +35,7 @@ __all__ = [
     "on_cpu",
     "out_of_memory",
     "pick_dtype",
+    "seeded",
     "shared_copy",
     "tokenizer_digest",
     "uncompiled",
@@ -132,8 +133,13 @@ def usable_device(name: str) -> str:
 
 
 @contextmanager
-def memory_explained(what: str, hint: str) -> Iterator[None]:
-    """While inside, what does not fit into memory, or has more numbers than can be counted, is an error of one line.
+def memory_explained(what: str, hint: str, *, counted: bool = False) -> Iterator[None]:
+    """While inside, what does not fit into memory is an error of one line.
+
+    Args:
+        what: it.
+        hint: what to do.
+        counted: there are sizes of a user's inside, and more numbers than can be counted do not fit either.
 
     Raises:
         ModelError: something does not fit.
@@ -141,7 +147,8 @@ def memory_explained(what: str, hint: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if not (isinstance(error, MemoryError | OverflowError) or out_of_memory(error) or "verflow" in str(error)):
+        uncountable = counted and (isinstance(error, OverflowError) or "verflow" in str(error))
+        if not (isinstance(error, MemoryError) or out_of_memory(error) or uncountable):
             raise
         raise ModelError(f"{what} does not fit into memory; {hint}") from error
 
@@ -171,8 +178,16 @@ def on_cpu(function: F) -> F:
     return called  # pyright: ignore[reportReturnType]
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """While inside, what is drawn on the CPU is drawn from a seed; afterwards it goes on as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch's own function seeds the GPUs' as well
+        yield
+
+
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules of their own: hooks on one are not on the other."""
+    """The same weights in modules of their own: hooks that either gets from now on are not on the other."""
     shared = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 

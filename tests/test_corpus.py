@@ -116,3 +116,13 @@ def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
     ids = open_corpus("openwebtext", tokenizer, 8, 0).take(1)[0].tolist()
     assert tokenizer.decode(ids) == "A fox.<|endoftext|>A dog."
     assert asked[0] == (("Skylion007/openwebtext",), {"split": "train", "streaming": True})
+
+
+def test_a_stream_of_which_nothing_is_left_is_refused(tokenizer):
+    documents = [{"text": "A fox."}, {"text": "  "}]
+    opened = lambda: datasets.Dataset.from_list(documents).to_iterable_dataset()  # noqa: E731
+    with pytest.raises(DataError, match="has no text in it, beside what is excluded"):
+        Streamed(opened, tokenizer, 16, "x", {"A fox."}).take(1)
+    with pytest.raises(DataError, match="has no text in it"):
+        Streamed(lambda: datasets.Dataset.from_list(documents[1:]).to_iterable_dataset(), tokenizer, 16, "x").take(1)
+    assert Streamed(opened, tokenizer, 16, "x").take(3).shape == (3, 16)  # of many passes

@@ -10,9 +10,10 @@ from torch import nn
 
 from normgeo import convert, find_gauge
 from normgeo.architectures import architectures, tiny
+from normgeo.conversion import shallow
 from normgeo.conversion.probing import float64_copy, outputs_of
 from normgeo.conversion.reaching import reaching_inputs, without_effect
-from normgeo.errors import ConversionError, ModelError
+from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.examples import example_inputs
 
 ALL = {a.model_type: a for a in architectures()}
@@ -200,3 +201,17 @@ def test_effects_are_found_one_by_one_and_values_put_back():
     assert without_effect(model, ["used", "idle", "gated"], [small, large]) == ("idle",)
     assert without_effect(model, [], [small]) == ()
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_inputs_of_a_large_model_are_those_that_are_given(monkeypatch):
+    monkeypatch.setattr("normgeo.conversion.convert.LARGE", 0)
+    given, find = [], shallow.find_gauge
+    monkeypatch.setattr(
+        shallow, "find_gauge", lambda model, inputs=None, **k: given.append(inputs) or find(model, inputs)
+    )
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    assert convert(zoo.tiny("gpt2"), inputs={"input_ids": ids}).certificate.passed
+    assert [list(inputs) for inputs in given] == [["input_ids"]]
+    assert torch.equal(given[0]["input_ids"], ids)
+    with pytest.raises(NormGeoError, match="no_such_input"):
+        shallow.gauge_of(zoo.tiny("gpt2"), {"no_such_input": torch.ones(1)})

@@ -342,3 +342,13 @@ def test_a_token_that_ends_documents_is_no_padding(tiny, ids):
     for ends in (5, [2, 5]):
         model.config.eos_token_id = ends
         assert observe(model, ended, []) == ids.size
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large to convert to C long"), RuntimeError("stack overflow")])
+def test_what_a_sink_raises_is_not_called_a_lack_of_memory(tiny, error):
+    class Failing(Recorder):
+        def take(self, site, phase, hidden):
+            raise error
+
+    with pytest.raises(type(error), match=r"overflow|too large to convert"):
+        observe(tiny("gpt2"), [[5, 6, 7]], [Failing()])

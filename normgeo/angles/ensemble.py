@@ -87,7 +87,8 @@ class NullEnsemble:
         index = batch.start + np.arange(batch.n_tokens, dtype=np.uint64)
         chosen = (((index * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)) >> np.uint64(12)) % self.every == 0
         self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens
-        self._rows.clear()
+        for waiting in (self._rows, self._found, self._chunks):  # of a batch that was broken off, too
+            waiting.clear()
 
     def rows(self, vectors: int, device: torch.device) -> Tensor:
         """Indices of the chosen among a site's vectors."""

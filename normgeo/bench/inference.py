@@ -271,7 +271,7 @@ def bench_inference(
 
 def _fitting(batch: int, length: int) -> contextlib.AbstractContextManager[None]:
     of = f" x {length} tokens" if length else ""
-    return memory_explained(f"a batch of {batch}{of}", "give a smaller --batch or --length")
+    return memory_explained(f"a batch of {batch}{of}", "give a smaller --batch or --length", counted=True)
 
 
 def _possible(name: str, models: Bases, sites: Sequence[NormSite], announce: Callable[[str], Any]) -> bool:

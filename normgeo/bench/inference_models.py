@@ -29,7 +29,7 @@ from normgeo.converted import put
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.loading import load_model
-from normgeo.models import shared_copy
+from normgeo.models import seeded, shared_copy
 from normgeo.norms import RMSNorm
 from normgeo.sites import NormSite, find_sites
 
@@ -74,8 +74,7 @@ def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedM
     if name not in SIZES:
         return load_model(name, dtype=torch.float32, device=device)
     config = SIZES[name]()
-    with torch.random.fork_rng([]), torch.no_grad():
-        torch.default_generator.manual_seed(seed)  # torch's own seeds the GPUs' as well
+    with seeded(seed), torch.no_grad():
         model = (ViTForImageClassification if isinstance(config, ViTConfig) else GPT2LMHeadModel)(config)  # pyright: ignore
         for parameter in model.parameters():
             if parameter.ndim == 1:

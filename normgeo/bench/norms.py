@@ -120,7 +120,7 @@ def _name(shape: tuple[int, int, int]) -> str:
 
 
 def _fitting(shape: tuple[int, int, int]) -> AbstractContextManager[None]:
-    return memory_explained(f"the shape {_name(shape)}", "give smaller --shapes")
+    return memory_explained(f"the shape {_name(shape)}", "give smaller --shapes", counted=True)
 
 
 def _runs(

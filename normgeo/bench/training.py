@@ -29,7 +29,7 @@ from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
 from normgeo.errors import NormGeoError
-from normgeo.models import usable_device
+from normgeo.models import seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import circumstances, interleaved, synchronize
@@ -108,11 +108,12 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
     labels = torch.randint(classes, (batch,), generator=generator)
 
     def build(form: str) -> PreTrainedModel:
-        torch.manual_seed(seed)
-        model = ViTForImageClassification(config)
+        with seeded(seed):
+            model = ViTForImageClassification(config)
+            model = widened(model) if form == "pre-crmsnorm" else model
         if form == "pre-rmsnorm":
             return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
-        return compressed(widened(model)) if form == "pre-crmsnorm" else model
+        return compressed(model) if form == "pre-crmsnorm" else model
 
     return Task(
         build,

@@ -12,9 +12,9 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     stream = Stream(inside)
     try:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
-            with patch.object(norm_ops, "norm", _by_torch):  # as the rewritten code is run first
+            with _by_torch(norms.values()):  # as the rewritten code is run first
                 truth, attentions = outputs_of(model, inputs), _with_attentions(model, inputs)
             _install(model, list(norms.values()), blocks, stream)
             _verify(model, inputs, stream, truth, attentions)
@@ -200,8 +200,18 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     return model
 
 
-def _by_torch(*_: Any) -> None:
-    """No kernel for any norm."""
+@contextmanager
+def _by_torch(norms: Iterable[nn.Module]) -> Iterator[None]:
+    """While inside, these norms have no kernels."""
+    own = [(vars(norm), {"kernel": vars(norm)["kernel"]} if "kernel" in vars(norm) else {}) for norm in norms]
+    try:
+        for attributes, _ in own:
+            attributes["kernel"] = None
+        yield
+    finally:
+        for attributes, before in own:
+            del attributes["kernel"]
+            attributes.update(before)
 
 
 def _kind(value: Any) -> str:

@@ -197,6 +197,8 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     except Exception as error:  # whatever a model raises
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
+    if not isinstance(result, Mapping):
+        raise ModelError(f"{name} gives a {type(result).__name__} though asked by return_dict=True for outputs by name")
     found = [pair for key, value in result.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
     for wanted in looked_at():
         if not any(_is_of(key, wanted) for key, _ in found):

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift, find_gauge
 from normgeo.errors import ConversionError, NormGeoError
+from normgeo.models import seeded
 from normgeo.sites import NormSite
 
 __all__ = ["Spread", "check_alike", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread"]
@@ -82,8 +83,7 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple
     if not found:
         raise ConversionError(f"{why}; convert it in memory")
     small, to = next((pair for pair in found if not pair[1].unsure), found[0])
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # not torch's own, which seeds the GPUs' as well
+    with seeded(0):
         return cls(small).eval(), to
 
 
@@ -181,12 +181,16 @@ def check_alike(to: Spread, names: Iterable[tuple[str, Any]]) -> None:
             raise ConversionError(f"layers of {prefix} are treated in different ways; convert it in memory")
 
 
-def shallow_gauge(cls: type[PreTrainedModel], config: PretrainedConfig, *, training: bool = False) -> Gauge:
+def shallow_gauge(
+    cls: type[PreTrainedModel], config: PretrainedConfig, inputs: dict[str, Tensor] | None = None, *,
+    training: bool = False,
+) -> Gauge:  # fmt: skip
     """The gauge of a model of this class and configuration, whatever its weights.
 
     Args:
         cls: the model's class.
         config: its configuration.
+        inputs: as for `find_gauge`, on any device.
         training: as for `find_gauge`.
 
     Raises:
@@ -194,13 +198,14 @@ def shallow_gauge(cls: type[PreTrainedModel], config: PretrainedConfig, *, train
         ModelError: as `find_gauge`.
     """
     small, to = shallow_model(cls, config)
-    return deepened(find_gauge(small, training=training), to)
+    inputs = inputs and {name: value.to(small.device) for name, value in inputs.items()}
+    return deepened(find_gauge(small, inputs, training=training), to)
 
 
 def gauge_of(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
     """A model's gauge from few of its layers where they are alike, whatever its weights; else `find_gauge`'s."""
     try:
-        return shallow_gauge(type(model), model.config, training=training)
+        return shallow_gauge(type(model), model.config, inputs, training=training)
     except NormGeoError:  # an architecture that is not the same with fewer layers
         return find_gauge(model, inputs, training=training)
 

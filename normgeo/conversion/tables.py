@@ -43,12 +43,16 @@ def written_by_tables(
     if not candidates:
         return []
     found, outputs, before = list[tuple[str, int]](), outputs_of(model, inputs), means()
+    generator = torch.Generator().manual_seed(2)
     for name, buffer, axis in candidates:
         kept = buffer.clone()
-        buffer += torch.randn_like(buffer.mean(axis, keepdim=True))
-        hidden = same(outputs, outputs_of(model, inputs), INVISIBLE)
-        moves = not same(before, means(), INVISIBLE)
-        buffer.copy_(kept)
+        shifts = torch.randn(buffer.mean(axis, keepdim=True).shape, generator=generator)
+        try:
+            buffer += shifts.to(buffer)
+            hidden = same(outputs, outputs_of(model, inputs), INVISIBLE)
+            moves = not same(before, means(), INVISIBLE)
+        finally:
+            buffer.copy_(kept)
         if hidden and moves and not _made_anew(model, name, axis, inputs):
             found.append((name, axis))
     return found

@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, library
@@ -40,6 +40,7 @@ KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 """What there are kernels for; the numbers are those of `norms.h`. LayerNorm is there to compare with."""
 WIDEST = 16384  # numbers a row, on CUDA
 LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than torch's one, or two (an estimate)
+_for_nothing = ContextVar("launches cost nothing", default=False)
 
 
 class Operators(NamedTuple):
@@ -180,14 +181,18 @@ def _pays(x: Tensor, kind: str) -> bool:
 
     The same while a graph is recorded as before: kernels cannot be loaded then.
     """
-    return x.numel() >= (LAUNCH >> 4 if is_grad_enabled() else LAUNCH) or kind.startswith("crmsnorm")
+    least = LAUNCH >> 4 if is_grad_enabled() else LAUNCH
+    return x.numel() >= least or kind.startswith("crmsnorm") or _for_nothing.get()
 
 
 @contextmanager
 def launched_always() -> Iterator[None]:
     """While inside, a launch on CUDA costs nothing, as in a graph: kernels are used for however few numbers."""
-    with patch.object(sys.modules[__name__], "LAUNCH", 0):
+    before = _for_nothing.set(True)
+    try:
         yield
+    finally:
+        _for_nothing.reset(before)
 
 
 def _suit(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -144,13 +144,16 @@ class Streamed:
         self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
         self._documents = iter(self._dataset)
         self._pass = self._seen = 0
+        self._useless = 0  # documents since one that was taken
         self._at: Any = None  # where the data set was sent: before it is read it does not know
 
     def _document(self) -> str:
         row = next(self._documents, None)
         if row is None:  # the next pass
-            if not self._seen:
-                raise DataError(f"{self.digest} has no text in it")
+            if not self._seen or self._useless >= self._seen:
+                raise DataError(
+                    f"{self.digest} has no text in it{', beside what is excluded' if self._exclude else ''}"
+                )
             self._pass, self._seen = self._pass + 1, 0
             self._dataset, self._at = self._open(), None  # one that was sent to a position begins there again
             self._documents = iter(self._dataset)
@@ -173,7 +176,9 @@ class Streamed:
                 raise
             except Exception as error:  # whatever the hub, its client or the connection raises
                 raise _unreachable(self.digest, error) from error
+            self._useless += 1
             if text.strip() and text not in self._exclude:
+                self._useless = 0
                 encoded = self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
                 parts.append(np.asarray(encoded + end, np.int64))
                 count += len(parts[-1])

@@ -110,6 +110,7 @@ class Trainer:
         mine = self.corpus.take(recipe.batch).view(shape)[:, accelerator.process_index]
         losses: list[Tensor] = []
         norm = loss = math.nan
+        self.model.zero_grad(set_to_none=True)  # of a step that failed
         for micro, ids in enumerate(mine):
             torch.manual_seed(_mixed(recipe.seed, self.step, micro, accelerator.process_index))
             with accelerator.accumulate(self._wrapped):

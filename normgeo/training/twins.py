@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from normgeo.conversion import checkpoint
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError, NormGeoError
-from normgeo.models import TwinConfig, TwinLMHeadModel
+from normgeo.models import TwinConfig, TwinLMHeadModel, seeded
+from normgeo.sites import evaluating
 from normgeo.tokens import TokenStream
 from normgeo.training.compressed import compressed, widened
 from normgeo.training.recipe import NORMS, Recipe
@@ -43,9 +44,9 @@ def _shape(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
 
 def _pre_ln(norm: str, recipe: Recipe, vocabulary: int, end: int | None) -> PreTrainedModel:
     """The Pre-LN model whose parameters a twin has; for Pre-CRMSNorm of width d it is one wider."""
-    torch.manual_seed(recipe.seed)
-    model = GPT2LMHeadModel(GPT2Config(**_shape(recipe, vocabulary, end)))
-    return widened(model) if norm == "pre-crmsnorm" else model
+    with seeded(recipe.seed):
+        model = GPT2LMHeadModel(GPT2Config(**_shape(recipe, vocabulary, end)))
+        return widened(model) if norm == "pre-crmsnorm" else model
 
 
 def build_twin(norm: str, recipe: Recipe, vocabulary: int, end: int | None = None) -> PreTrainedModel:
@@ -65,8 +66,8 @@ def build_twin(norm: str, recipe: Recipe, vocabulary: int, end: int | None = Non
     if norm not in NORMS:
         raise NormGeoError(f"no norm {norm!r} to train; choose {', '.join(NORMS)} or both")
     if norm == "rmsnorm":
-        torch.manual_seed(recipe.seed)
-        return TwinLMHeadModel(TwinConfig(**_shape(recipe, vocabulary, end)))
+        with seeded(recipe.seed):
+            return TwinLMHeadModel(TwinConfig(**_shape(recipe, vocabulary, end)))
     model = _pre_ln(norm, recipe, vocabulary, end)
     if norm == "pre-rmsnorm":
         return convert(model, trainable=True).model
@@ -107,8 +108,7 @@ def save_twin(
             extra.save_pretrained(folder)
         return
     end = getattr(model.config, "eos_token_id", None)
-    with torch.random.fork_rng(devices=[]):
-        plain = _pre_ln(norm, recipe, model.config.vocab_size, end)
+    plain = _pre_ln(norm, recipe, model.config.vocab_size, end)
     values = {plain_name(name): value for name, value in values.items()}
     for name, parameter in plain.named_parameters():
         parameter.copy_(values[name])
@@ -123,17 +123,15 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
     Raises:
         DataError: there are no two tokens in a row.
     """
-    was_training = model.training
-    model.eval()
     total, count = 0.0, 0
-    for batch in tokens.batches(None, rows):
-        ids = torch.from_numpy(batch.ids).to(model.device)
-        if ids.shape[1] < 2:
-            continue
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-        total += cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
-        count += ids[:, 1:].numel()
-    model.train(was_training)
+    with evaluating(model):
+        for batch in tokens.batches(None, rows):
+            ids = torch.from_numpy(batch.ids).to(model.device)
+            if ids.shape[1] < 2:
+                continue
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            total += cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+            count += ids[:, 1:].numel()
     if not count:
         raise DataError(f"{tokens.source} has no two tokens in a row to predict")
     return total / count
