@@ -38,6 +38,15 @@ UNLOADABLE = (
 )  # fmt: skip
 """What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
 DIGITS = re.compile(r"\d+")
 
 
@@ -233,7 +242,7 @@ def explained(name: str, error: Exception) -> ModelError:
         hint, text = "the directory has no config.json", ""
     elif not path.exists() and not _hub_id(name):
         hint, text = "there is no such directory", ""
-    elif "gated" in low or "401" in low or "403" in low:
+    elif not path.is_dir() and ("gated" in low or "401" in low or "403" in low):
         hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
     elif "trust_remote_code" in low:
         hint = "it brings its own code, which is run only with --trust-remote-code"
@@ -241,7 +250,7 @@ def explained(name: str, error: Exception) -> ModelError:
         hint = "it has no safetensors weights; pickled weights are not read: convert them first"
     elif isinstance(error, SafetensorError):
         hint = "a file of its weights is damaged, or was not downloaded whole"
-    elif "connect" in low or "offline" in low or "not a valid model identifier" in low:
+    elif not path.is_dir() and ("connect" in low or "offline" in low or "not a valid model identifier" in low):
         hint = "there is no such local directory, and the hub does not have it or cannot be reached"
     else:
         hint = type(error).__name__
@@ -267,10 +276,16 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what a missing one raises, by kind
-        if "trust_remote_code" in str(error):
+    except Exception as error:  # what a missing one raises, by kind, and a damaged one
+        there = any(Path(path, file).is_file() for file in TOKENIZER_FILES)
+        if there or "trust_remote_code" in str(error):
             own = "it brings its own code, which is run only with --trust-remote-code"
-            warnings.warn(f"{name} goes without its tokenizer: {own}", stacklevel=2)
+            why = (
+                own
+                if "trust_remote_code" in str(error)
+                else f"its files are damaged ({' '.join(str(error).split())[:200]})"
+            )
+            warnings.warn(f"{name} goes without its tokenizer: {why}", stacklevel=2)
         return None
     if tokenizer is None:
         return None

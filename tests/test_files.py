@@ -239,3 +239,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
     with pytest.raises(RunError, match="missing'; nothing was left behind"):
         write()
+
+
+def test_what_was_made_on_the_way_is_removed_where_nothing_came_of_it(tmp_path):
+    with whole_directory(tmp_path / "a/b/c", keep=False) as scratch:
+        (scratch / "file").write_text("a trial")
+    with pytest.raises(KeyError), whole_directory(tmp_path / "a/b/c"):
+        raise KeyError
+    with alone(tmp_path / "d/e"):
+        pass
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyError), whole_directory(tmp_path / "a/b/c"):
+        raise KeyError
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]

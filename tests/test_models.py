@@ -12,6 +12,7 @@ from normgeo import convert, load_model, load_tokenizer, load_tokens, measure_an
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs, max_context, several_inputs
+from normgeo.loading import explained
 from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, weights_digest
 from normgeo.tokens import SAMPLE
 from normgeo.training.train import evaluate
@@ -181,3 +182,17 @@ def test_a_tokenizer_that_needs_what_is_not_installed_is_said(monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", absent)
     with pytest.warns(UserWarning, match=r"^some/model goes without its tokenizer: You need to install sacremoses"):
         assert load_tokenizer("some/model") is None
+
+
+def test_a_damaged_tokenizer_is_said_to_be_left_out(tmp_path):
+    load_tokenizer("embedded-layernorm").save_pretrained(tmp_path)
+    for content in ((tmp_path / "tokenizer.json").read_text()[:300], '{"version": "1.0", "model": {"type": "Foo"}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.warns(UserWarning, match="goes without its tokenizer: its files are damaged"):
+            assert load_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("line", ["size mismatch for mlp.gated_proj: [401, 8]", "no multi_modal_connector.weight"])
+def test_of_a_local_model_nothing_is_said_of_the_hub(line, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert str(explained(str(tmp_path), RuntimeError(line))).endswith(f": RuntimeError ({line})")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,22 @@ def test_processes_that_are_asked_for_other_things_are_refused(home, tmp_path, c
     assert all(isinstance(error, NormGeoError) for error in found)
     assert f"was started with another {next(iter(changes)).replace('_', ' ')}" in str(found[1])
     assert not (path / "angles.parquet").exists()
+
+
+def test_a_process_that_resumes_with_other_data_waits_for_nobody(home, copy, monkeypatch):
+    """It asks the others for no count, which they do not make; and is refused."""
+    unfinished(copy)
+    digests = iter(["0" * 64])  # of the data of the rank that loads last
+    load, lock = job.load_tokens, threading.Lock()
+
+    def loaded(*given):
+        stream = load(*given)
+        with lock:
+            return replace(stream, digest=next(digests, stream.digest))
+
+    monkeypatch.setattr(job, "load_tokens", loaded)
+    found = by_ranks(2, lambda ranks: resume_capture(copy, ranks=ranks, progress=False))
+    assert any("another data" in str(error) for error in found)
 
 
 def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):

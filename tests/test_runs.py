@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from zoo import tiny
 from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.errors import ActivationError, DataError, ModelError, RunError
+from normgeo.errors import ActivationError, DataError, ModelError, NormGeoError, RunError
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
 
@@ -181,6 +182,41 @@ def test_directories_of_others_are_refused(tmp_path, no_figures):
         resume_run(tmp_path / "run")
     with pytest.raises(RunError, match="nothing to resume"):
         resume_run(tmp_path / "mine")
+
+
+def test_models_of_one_name_are_refused_before_they_are_measured(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder / "model").mkdir(parents=True)
+    models = tuple(str(tmp_path / folder / "model") for folder in ("a", "b"))
+    with pytest.raises(RunError, match="two models of the run would be called 'model'; rename the directory of one"):
+        start_run(RunConfig(**SMALL | {"models": models}), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(NormGeoError, match="no model to measure"):
+        RunConfig(())
+
+
+def test_what_is_left_is_said_when_a_run_is_resumed(tmp_path, monkeypatch, no_figures):
+    real, said = runs.write_whole, []
+
+    def dying(path, content):
+        real(path, content)
+        if path.suffix == ".safetensors":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "write_whole", dying)
+    with pytest.raises(KeyboardInterrupt):
+        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False, announce=said.append)
+    monkeypatch.setattr(runs, "write_whole", real)
+    resume_run(tmp_path / "run", progress=False, announce=said.append)
+    assert "of which" not in said[0]
+    assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0.0 kB of disk", said[1])
+
+
+def test_a_damaged_table_is_one_error(tmp_path):
+    for name in ("angles", "sinks"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1xx")
+    with pytest.raises(DataError, match="holds a table that is damaged"):
+        AngleTable.load(tmp_path)
 
 
 def test_two_runs_do_not_write_one_directory(tmp_path, monkeypatch, no_figures):

@@ -1,5 +1,7 @@
 """The store holds the very numbers that the statistics added up."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,14 @@ def test_the_bytes_are_those_that_were_said(kept):
     arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]
     assert sum(a.nbytes for a in arrays) == bytes_needed(sites, N, BLOCK)
     assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
+
+
+def test_the_folder_of_all_models_names_them(kept):
+    path = Path(kept[2].root.store.root)
+    with pytest.raises(RunError, match=f"holds no model's scalars; give that of a model in it: .*{path.name}"):
+        ScalarStore(path.parent)
+    with pytest.raises(RunError, match="holds no model's scalars: "):
+        ScalarStore(path / "tokens")
 
 
 @pytest.mark.parametrize(("phase", "direction"), [("before", "uniform"), ("Post", "uniform"), ("pre", "norm"),

@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_leaves_nothing_to_resume(store, tmp_path, full_disk
 def test_another_phase_does_not_follow_from_inputs(store):
     opened = HiddenStateStore(store)
     with pytest.raises(StoreError, match="follow from inputs, received 'pre'"):
-        opened.derived(opened.sites[0], "pre", torch.ones(1, opened.sites[0].d))
+        opened.derived(opened.sites[0].key, "pre", torch.ones(1, opened.sites[0].d))
 
 
 def test_what_is_behind_a_gap_is_not_called_read(copy):

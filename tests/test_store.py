@@ -241,6 +241,11 @@ def test_reading(store):
         found.tokens("ids")
     with pytest.raises(StoreError, match="it follows from inputs"):
         found.open(found.sites[1].key, "post")
+    assert found.derived(found.sites[1].key, "post", states.torch(0, 3)).shape == (3, 32)
+    with pytest.raises(StoreError, match="no site 'ln' in the store; sites are "):
+        found.derived("ln", "post", states.torch(0, 3))
+    with pytest.raises(ValueError, match="makes a copy"):
+        states.__array__(copy=False)
     with pytest.raises(StoreError, match="is no store"):
         HiddenStateStore(store / "state")
 

@@ -21,7 +21,7 @@ from normgeo.stream import check_context, check_pass
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, holds_ids, load_tokens
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "label_of", "prepare"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -52,6 +52,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(**{name: getattr(self, name) for name in LEAST})
         pick_dtype(self.dtype, self.device)
+        if not self.models:
+            raise NormGeoError("no model to measure; give at least one")
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
@@ -154,7 +156,7 @@ def prepare(
         check_context(model, context)
     tokens = load_tokens(config.source, tokenizer, context)
     check_context(model, tokens.context)
-    if before is not None and before.get("data_sha256") == tokens.digest:
+    if before is not None:  # of all processes or of none: counting is the first's, for all
         n_tokens = before["n_tokens"]
         tokens.marks[:] = map(tuple, before.get("marks", ()))
     else:
@@ -187,8 +189,12 @@ def prepare(
     }
     at_once = config.batch * tokens.context
     block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
-    label = name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
-    return Job(label, model, tokens, sites, n_tokens, bos, keep, block, about)
+    return Job(label_of(name), model, tokens, sites, n_tokens, bos, keep, block, about)
+
+
+def label_of(name: str) -> str:
+    """What a model is called in tables and figures: a directory by its own name."""
+    return name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
 
 
 def counted(

@@ -81,12 +81,21 @@ class AngleTable:
 
     @classmethod
     def load(cls, folder: str | Path) -> AngleTable:
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: it is not there, or damaged.
+        """
         folder = Path(folder)
         for name in ("angles.parquet", "sinks.parquet"):
             if not (folder / name).is_file():
                 raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
-        frame, sinks = (pd.read_parquet(folder / f"{name}.parquet") for name in ("angles", "sinks"))
+        try:
+            frame, sinks = (pd.read_parquet(folder / f"{name}.parquet") for name in ("angles", "sinks"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder} holds a table that is damaged ({str(error)[:200]}); make the run again"
+            ) from error
         for part in (frame, sinks):  # of before they said so
             for column, usual in (("heads", 1), ("dtype", "float32")):
                 if column not in part:
@@ -265,10 +274,8 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
     names = {site: (site.role, site.name, site.key) for site in sites}
     matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
     if absent := [p for p, found in matching.items() if not found]:
-        raise DataError(
-            f"no site matches {absent[0]!r}; roles are {sorted({s.role for s in sites})}, names are like "
-            f"{sites[0].name}"
-        )
+        there = [f"roles are {sorted({s.role for s in sites})}", *(f"names are like {s.name}" for s in sites[:1])]
+        raise DataError(f"no site matches {absent[0]!r}; {', '.join(there)}")
     return [s for s in sites if any(s in found for found in matching.values())]
 
 
@@ -315,7 +322,7 @@ def directions_of(sites: Iterable[NormSite], null: int, seed: int) -> dict[int, 
     Raises:
         ModelError: so many do not fit into memory.
     """
-    with memory_explained(f"an ensemble of {null:,} random directions", "give a smaller --null"):
+    with memory_explained(f"an ensemble of {null:,} random directions", "give a smaller --null", counted=True):
         return {d: Directions.seeded(d, null, seed) for d in sorted({site.d for site in sites})}
 
 

@@ -24,7 +24,7 @@ import safetensors.torch
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
-from normgeo.angles.job import Job, RunConfig, check_same, prepare
+from normgeo.angles.job import Job, RunConfig, check_same, label_of, prepare
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
@@ -51,6 +51,7 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
     """
     check_folder(out)
+    _check_labels(config)
     with alone(out):
         _check_free(out)
         try:
@@ -59,6 +60,15 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
             if not any(out.glob("state/*.safetensors")):
                 emptied(out)  # nothing was measured: leave nothing behind
             raise
+
+
+def _check_labels(config: RunConfig) -> None:
+    """Refuse models whose rows and files could not be told apart."""
+    labels = [safe_name(label_of(name)) for name in config.models]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise RunError(
+            f"two models of the run would be called {twice!r}; rename the directory of one, or measure it apart"
+        )
 
 
 def _check_free(out: Path) -> None:
@@ -197,7 +207,7 @@ def _measure(
         if not done:
             check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
             writer.create(statistics.directions)
-    announce(_plan(config, job))
+    announce(_plan(config, job, done))
     batches = job.tokens.batches(job.n_tokens, config.batch, done)
     uncommitted = 0
     with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
@@ -231,11 +241,12 @@ def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
     return int(about["tokens_done"]), about["tokens_sha256"]
 
 
-def _plan(config: RunConfig, job: Job) -> str:
-    """One line: what will be measured, and its cost."""
-    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep else 0
+def _plan(config: RunConfig, job: Job, done: int) -> str:
+    """One line: what will be measured, and what that will cost from now on."""
+    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not done else 0
+    left = f", of which {done:,} are done," if done else ""
     return (
-        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens of {job.tokens.source} in "
-        f"contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
-        f"{job.about['device']}; {cost(job.model, job.n_tokens, job.tokens.context, config.batch, disk)}"
+        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens{left} of {job.tokens.source} "
+        f"in contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
+        f"{job.about['device']}; {cost(job.model, job.n_tokens - done, job.tokens.context, config.batch, disk)}"
     )

@@ -1,6 +1,6 @@
 """Per-token scalars in zarr: norms and angles, for any mask chosen afterwards.
 
-Layout of a `scalars.zarr` (zarr v3, opened by zarr, xarray and dask alike):
+Layout of `scalars.zarr/<model>` (zarr v3, opened by zarr, xarray and dask alike):
 
     tokens/id, tokens/document, tokens/position     [token]
     sites/<key>/pre, sites/<key>/post               [vector, quantity], float32
@@ -130,7 +130,7 @@ class ScalarWriter:
 
 
 class ScalarStore:
-    """Reads a `scalars.zarr`.
+    """Reads a `scalars.zarr/<model>`.
 
     >>> store = ScalarStore(path)                                        # doctest: +SKIP
     >>> late = store.position > 8                                        # doctest: +SKIP
@@ -142,7 +142,9 @@ class ScalarStore:
             self.root = zarr.open_group(path, mode="r", zarr_format=3)
             self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
         except (FileNotFoundError, KeyError, OSError) as error:
-            raise RunError(f"{path} is not a scalars.zarr: {error}") from error
+            models = sorted(p.parent.name for p in Path(path).glob("*/tokens"))
+            hint = f"; give that of a model in it: {', '.join(models)}" if models else f": {error}"
+            raise RunError(f"{path} holds no model's scalars{hint}") from error
         groups = self.root["sites"]
         self.sites: list[str] = sorted(
             name.removesuffix("/pre") for name in self._leaves(groups) if name.endswith("/pre")

@@ -164,6 +164,8 @@ class HiddenStates:
         return found[start - before : stop - before]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("what is stored is read, which makes a copy: leave out copy=False")
         return np.asarray(self[:], dtype)
 
     def torch(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "vectors d"]:
@@ -302,7 +304,7 @@ class HiddenStateStore:
             raise StoreError(f"{where} is missing or damaged; normgeo verify names all that is ({error!r})") from error
 
     def spec(self, site: str, phase: str) -> ArraySpec:
-        """The array of a site's phase.
+        """The array of a phase of the site with this key.
 
         Raises:
             StoreError: it is not in the store.
@@ -318,7 +320,7 @@ class HiddenStateStore:
         raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
 
     def open(self, site: str, phase: str = "pre") -> HiddenStates:
-        """The hidden states of a site before (`pre`) or after its norm, as far as they are stored."""
+        """The hidden states of the site with this key before (`pre`) or after its norm, as far as they are stored."""
         return HiddenStates(self, self.spec(site, phase))
 
     def tokens(self, name: str) -> np.ndarray:
@@ -343,8 +345,7 @@ class HiddenStateStore:
             group: Any = self.root[f"sites/{site.key}"]
             about = group.attrs
             stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # noqa: E731
-            there = lambda n: f"sites/{site.key}/{n}/zarr.json" in names  # noqa: E731
-            gain, bias = (stored(name) if there(name) else None for name in ("gain", "bias"))
+            gain, bias = (stored(n) if f"sites/{site.key}/{n}/zarr.json" in names else None for n in ("gain", "bias"))
             return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
 
     def _norm_files(self, site: NormSite) -> list[str]:
@@ -362,15 +363,18 @@ class HiddenStateStore:
         """sha256 of the files of `hidden.zarr` that are no chunks of hidden states."""
         return read_record(self.storage, "manifest.json")["files"]
 
-    def derived(self, site: NormSite, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
-        """The standardized or the post-norm vectors of inputs of a site.
+    def derived(self, site: str, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
+        """The standardized or the post-norm vectors of inputs of the site with this key.
 
         Raises:
-            StoreError: it is another phase, or what is stored of the norm is damaged.
+            StoreError: it is another phase, there is no such site, or what is stored of the norm is damaged.
         """
         if phase not in ("standardized", "post"):
             raise StoreError(f"standardized and post vectors follow from inputs, received {phase!r}")
-        return standardized(pre, site.kind, site.eps) if phase == "standardized" else self.rebuild(site)(pre, site.eps)
+        if site not in (norms := {norm.key: norm for norm in self.sites}):
+            raise StoreError(f"no site {site!r} in the store; sites are {', '.join(norms)}")
+        kind, eps = norms[site].kind, norms[site].eps
+        return standardized(pre, kind, eps) if phase == "standardized" else self.rebuild(norms[site])(pre, eps)
 
     def stream(self) -> TokenStream:
         """The committed tokens, in the contexts that the model saw."""

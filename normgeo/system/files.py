@@ -78,19 +78,17 @@ def claimed(out: Path | None, stem: Path) -> Iterator[Path]:
         yield out
         return
     check_folder(stem.parent)
-    home = not stem.parent.exists()
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        new = next(path for path in numbered(stem) if _made(path))
-    except OSError as error:
-        raise _unwritable(stem, error) from error
-    try:
-        yield new
-    finally:
-        with suppress(OSError):
-            new.rmdir()
-            if home:
-                new.parent.rmdir()
+    with ExitStack() as folders:
+        try:
+            folders.enter_context(_folders(stem.parent))
+            new = next(path for path in numbered(stem) if _made(path))
+        except OSError as error:
+            raise _unwritable(stem, error) from error
+        try:
+            yield new
+        finally:
+            with suppress(OSError):
+                new.rmdir()
 
 
 def _made(path: Path) -> bool:
@@ -111,18 +109,26 @@ def alone(out: Path) -> Iterator[None]:
     Raises:
         RunError: another process writes there.
     """
-    made = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("a") as file:
+    with _folders(out), (out / LOCK).open("a") as file:
         if not _held(file.fileno(), out / LOCK):
             raise RunError(f"another process writes {out}; wait for it to end, or stop it first")
         try:
             yield
         finally:
             (out / LOCK).unlink(missing_ok=True)
-            if made:
-                with suppress(OSError):
-                    out.rmdir()
+
+
+@contextmanager
+def _folders(folder: Path) -> Iterator[None]:
+    """A directory that is there while inside; what was made for it, and stayed empty, is removed again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
 
 
 def _held(file: int, path: Path) -> bool:
@@ -253,7 +259,8 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
 
     Args:
         out: where.
-        replace: in the place of what is there, which stays as it is until all is written. Only one process may do so.
+        replace: in the place of what is there, which stays as it is until all is written: for what can be made again,
+            since a kill between its removal and the renaming leaves neither. Only one process may do so.
         keep: False leaves nothing behind: it was a trial.
 
     Raises:
@@ -263,36 +270,39 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
     if not replace and (taken(where) or where.is_symlink()):  # a link that is left leads to itself
         raise RunError(f"{out} exists already; choose another directory, nothing was written")
     home = where if where.exists() and not replace else where.parent
-    try:
-        scratch = _scratch(home, where.name, fixed=replace)
-    except OSError as error:
-        raise RunError(f"cannot write to {home}: {error.strerror}; nothing was written") from error
-    try:
-        yield scratch
-        if keep:
-            _settle(scratch)
-            if home == where:
-                _moved_up(scratch)
-            else:
+    with ExitStack() as folders:
+        try:
+            folders.enter_context(_folders(home))
+            scratch = _scratch(home, where.name, fixed=replace)
+            folders.callback(shutil.rmtree, scratch, ignore_errors=True)
+        except OSError as error:
+            raise RunError(f"cannot write to {home}: {error.strerror}; nothing was written") from error
+        try:
+            yield scratch
+            if keep:
+                _settle(scratch)
                 if replace and where.exists():
                     shutil.rmtree(where)
-                os.replace(scratch, where)
-    except Exception as error:
-        if is_full(error):
-            before = "what was there before is intact: make space and resume" if replace else "nothing was left behind"
-            raise RunError(f"cannot write {out}: the disk is full; {before}") from error
-        if isinstance(error, OSError):
-            elsewhere = error.filename is not None and str(scratch) not in str(error.filename)  # as of what is copied
-            why = str(error) if elsewhere else error.strerror or str(error)
-            raise RunError(f"cannot write {out}: {why}; nothing was left behind") from error
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+                _moved_up(scratch) if home == where else os.replace(scratch, where)
+        except Exception as error:
+            if isinstance(error, OSError) or is_full(error):
+                raise _unwritten(out, scratch, error, replace) from error
+            raise
+
+
+def _unwritten(out: Path, scratch: Path, error: Exception, replace: bool) -> RunError:
+    """What a directory could not be written for, in one line."""
+    if is_full(error):
+        before = "what was there before is intact: make space and resume" if replace else "nothing was left behind"
+        return RunError(f"cannot write {out}: the disk is full; {before}")
+    path = getattr(error, "filename", None)
+    elsewhere = path is not None and str(scratch) not in str(path)  # as of what is copied
+    why = str(error) if elsewhere else getattr(error, "strerror", None) or str(error)
+    return RunError(f"cannot write {out}: {why}; nothing was left behind")
 
 
 def _scratch(home: Path, name: str, *, fixed: bool) -> Path:
     """A new directory beside what it becomes; one of a fixed name takes the place of that of a process that died."""
-    home.mkdir(parents=True, exist_ok=True)
     scratch = home / (f".{name}{PARTIAL}" if fixed else f".{name}-{secrets.token_hex(4)}{PARTIAL}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
