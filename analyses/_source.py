@@ -60,15 +60,23 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
     return frame
 
 
-def depth(frame: pd.DataFrame) -> pd.Series:
-    """A coordinate along the model for each row: its layer, plus a fraction for the sites behind the layer's first.
+def stacks(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of each stack of layers, by what it is called: its model, and of several its own name below that."""
+    found = {}
+    for model, part in frame.groupby("model", sort=False):
+        several = part["stack"].nunique() > 1
+        found |= {
+            f"{model}\n{stack}" if several else str(model): rows for stack, rows in part.groupby("stack", sort=False)
+        }
+    return found
 
-    With two norms in a layer, the first is at l and the second at l + 1/2. A decoder starts where its encoder ends.
+
+def depth(frame: pd.DataFrame) -> pd.Series:
+    """A coordinate along a stack for each row: its layer, plus a fraction for the sites behind the layer's first.
+
+    With two norms in a layer, the first is at l and the second at l + 1/2.
     """
     sites = frame[["model", "stack", "layer", "site"]].drop_duplicates()
     layer = sites.groupby(["model", "stack", "layer"]).site
     sites["depth"] = sites.layer + layer.cumcount() / layer.transform("size")
-    length = sites.groupby(["model", "stack"], sort=False).layer.max() + 1
-    offset = length.groupby("model").cumsum() - length
-    sites["depth"] += offset.loc[list(zip(sites.model, sites["stack"], strict=True))].to_numpy()
     return frame[["model", "site"]].merge(sites, on=["model", "site"], how="left").depth.set_axis(frame.index)

@@ -39,7 +39,7 @@ def compute(
 
     Raises:
         RunError: the run kept no scalars.
-        DataError: a mask leaves no token, or a run is asked for a number of tokens.
+        DataError: there is no finished run; a mask leaves no token, or a run is asked for a number of tokens.
     """
     if run is not None and n_tokens is not None:
         raise DataError(f"{run} has its own tokens; leave out the number of tokens")
@@ -47,14 +47,15 @@ def compute(
         if run is None:
             run = Path(folder) / "run"
             start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
+        table = AngleTable.load(run)
         if not (run / "scalars.zarr").is_dir():
             raise RunError(f"{run} kept no scalars; measure again with --keep scalars")
-        return pd.DataFrame(_rows(run, masks or MASKS))
+        return pd.DataFrame(_rows(run, table, masks or MASKS))
 
 
-def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
+def _rows(run: Path, table: AngleTable, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
     about = ["model", "site", "layer", "role", "kind", "stack"]
-    sites = AngleTable.load(run).frame[about].drop_duplicates()
+    sites = table.frame[about].drop_duplicates()
     for model, part in sites.groupby("model", sort=False):
         store = ScalarStore(run / "scalars.zarr" / safe_name(str(model)))
         chosen = {name: np.asarray(mask(store), bool) for name, mask in masks.items()}
@@ -79,19 +80,16 @@ def _rows(run: Path, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model."""
-    frame = on_stream(frame)
-    models, masks = list(frame.model.unique()), list(frame["mask"].unique())
-    figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
-    frame = frame[frame.direction == "uniform"]
-    frame = frame.assign(depth=_source.depth(frame))
+    """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model or stack."""
+    frame, masks = on_stream(frame[frame.direction == "uniform"]), list(frame["mask"].unique())
+    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         row[0].set_ylabel(f"{'before' if phase == 'pre' else 'after'} the norm (degrees)")
-        for axes, model in zip(row, models, strict=True):
+        for axes, rows in zip(row, stacks.values(), strict=True):
             axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
             for k, mask in enumerate(masks):
-                part = frame[(frame.model == model) & (frame.phase == phase) & (frame["mask"] == mask)]
-                part = part.sort_values("depth")
+                part = rows[(rows.phase == phase) & (rows["mask"] == mask)].sort_values("depth")
                 axes.errorbar(
                     part.depth + 0.1 * (k - (len(masks) - 1) / 2), part.mean_deg, part.std_deg, markersize=3,
                     fmt=f"{'osD^v'[k % 5]}-", color=_axes.PALETTE[k % 10], linewidth=1, elinewidth=0.8, capsize=1.5,

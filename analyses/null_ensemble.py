@@ -14,6 +14,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
+from normgeo.angles.verdict import LEAST_TOKENS
 from normgeo.errors import DataError
 from normgeo.figures import series
 
@@ -25,7 +26,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     """Where the uniform vector lies among the random directions, before and after every norm.
 
     Raises:
-        DataError: the run was measured without random directions.
+        DataError: the run was measured without random directions, or these met too few tokens.
     """
     frame = _source.table(run, n_tokens).frame
     frame = frame[frame.phase.isin(["pre", "post"])]
@@ -33,6 +34,10 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     null = frame[frame.direction == "null"]
     if null.empty:
         raise DataError("the run has no null ensemble; measure again with --null 256")
+    if (met := int(null.n_tokens.min())) < LEAST_TOKENS:
+        raise DataError(
+            f"the random directions met {met} tokens, which tells nothing; measure more, or all with --null-every 1"
+        )
     null = null[[*keys, "mean_deg", "std_deg", "n_directions"]].rename(
         columns={"mean_deg": "null_mean_deg", "std_deg": "null_std_deg"}
     )

@@ -35,16 +35,16 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Angle and norm along the depth of the residual stream, a column per model."""
-    frame, models = on_stream(frame), list(frame.model.unique())
-    figure, grid = _axes.grid(2, models, xlabel=_axes.DEPTH)
-    frame = frame.assign(depth=_source.depth(frame))
-    for column, model in enumerate(models):
+    """Angle and norm along the depth of the residual stream, a column per model, and of several stacks per stack."""
+    frame = on_stream(frame)
+    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
+    for column, rows in enumerate(stacks.values()):
         angle, norm = grid[:, column]
         angle.axhline(90, color="0.4", linewidth=0.6, zorder=1)
         norm.set_yscale("log")
         for k, (group, label) in enumerate(NAMES.items()):
-            part = frame[(frame.model == model) & (frame.tokens == group)].sort_values("depth")
+            part = rows[rows.tokens == group].sort_values("depth")
             if len(part):
                 style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label, "zorder": 3}
                 x = part.depth + 0.08 * (k - 1)

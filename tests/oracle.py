@@ -67,7 +67,7 @@ def null_row(x, null):
     theta = np.stack([degrees(x, v) for v in null])
     means, share = theta.mean(1), np.array([energy(x, v).mean() for v in null])
     found = {
-        "mean_deg": means.mean(), "std_deg": means.std(), "min_deg": means.min(), "max_deg": means.max(),
+        "mean_deg": means.mean(), "std_deg": means.std(ddof=1), "min_deg": means.min(), "max_deg": means.max(),
         "within_deg": np.sqrt(theta.var(1).mean()), "n_tokens": len(x), "n_excluded": 0,
         "mean_norm": np.linalg.norm(x, axis=1).mean(), "energy_share": share.mean(),
         "energy_q95": np.quantile(share, 0.95), "n_directions": len(null),

@@ -249,3 +249,32 @@ def test_options_that_do_not_apply_and_missing_runs(tmp_path, capsys, monkeypatc
         status, _, err = call(capsys, monkeypatch, *arguments)
         assert (status, err.count("\n")) == (1, 1)
         assert "tokens" in err
+
+
+@pytest.mark.parametrize("name", ["sinks", "masks"])
+def test_encoder_and_decoder_are_drawn_apart(name, tmp_path):
+    frame = pd.DataFrame([
+        {"model": model, "stack": stack, "site": f"{stack}.{layer}.norm", "layer": layer, "role": "attention",
+         "kind": "rmsnorm", "phase": phase, "direction": "uniform", "tokens": "rest", "mask": "all tokens",
+         "mean_deg": 80.0 + layer, "std_deg": 1.0, "mean_norm": 1.0}
+        for model, stack in (("one", "layers"), ("two", "encoder"), ("two", "decoder")) for layer in range(3)
+        for phase in ("pre", "post")
+    ])  # fmt: skip
+    frame = frame[frame.phase == "pre"] if name == "sinks" else frame
+    axes = module(name).plot(frame).axes
+    assert [each.get_title() for each in axes[:3]] == ["one", "two\nencoder", "two\ndecoder"]
+    for each in axes[:3]:
+        line = next(line for line in each.get_lines() if len(line.get_xdata()) == 3)
+        np.testing.assert_allclose(line.get_xdata(), np.arange(3), atol=0.2)
+
+
+def test_an_ensemble_that_met_hardly_a_token_is_not_drawn(tmp_path):
+    out = tmp_path / "run"
+    start_run(RunConfig(tokens=30, null=8, keep="none", device="cpu"), out, progress=False)
+    with pytest.raises(DataError, match="the random directions met 2 tokens, which tells nothing"):
+        module("null_ensemble").compute(out)
+
+
+def test_masks_of_what_is_no_run(tmp_path):
+    with pytest.raises(DataError, match=r"holds no angles\.parquet"):
+        module("masks").compute(tmp_path)

@@ -224,6 +224,12 @@ def test_tables_are_put_one_after_the_other(tiny, ids):
     assert "**Scenario 2**" in text
 
 
+def test_sinks_say_which_norms_they_are_of(ids, tiny):
+    assert "median over sites; above are all tokens" in measured(tiny("gpt2"), ids).verdict()
+    text = measured(tiny("bert"), ids).verdict()
+    assert "median over sites, those of embeddings left out; above are all tokens" in text
+
+
 # --- the verdict ---------------------------------------------------------------------------------------------------
 
 

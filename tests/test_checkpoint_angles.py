@@ -50,6 +50,10 @@ def test_checkpoints_are_found_wherever_they_are(twins, tmp_path):
     assert [(p.model, p.step) for p in find_checkpoints(tmp_path / "hf")] == [("hf", 3), ("hf", 20)]
     with pytest.raises(ModelError, match="no checkpoints in"):
         find_checkpoints(tmp_path / "hf/other")
+    (tmp_path / "hf/checkpoint-20/model.safetensors").write_bytes(b"")
+    (tmp_path / "hf/checkpoint-20/config.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-20 holds weights and no config.json: it is left out"):
+        assert [p.step for p in find_checkpoints(tmp_path / "hf")] == [3]
 
 
 def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):

@@ -20,7 +20,7 @@ from zoo import tiny
 from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.errors import ActivationError, DataError, ModelError, NormGeoError, RunError
+from normgeo.errors import ActivationError, DataError, ModelError, RunError
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
 
@@ -191,8 +191,8 @@ def test_models_of_one_name_are_refused_before_they_are_measured(tmp_path):
     with pytest.raises(RunError, match="two models of the run would be called 'model'; rename the directory of one"):
         start_run(RunConfig(**SMALL | {"models": models}), tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(NormGeoError, match="no model to measure"):
-        RunConfig(())
+    with pytest.raises(RunError, match="no model to measure"):
+        start_run(RunConfig(**SMALL | {"models": ()}), tmp_path / "run", progress=False)
 
 
 def test_what_is_left_is_said_when_a_run_is_resumed(tmp_path, monkeypatch, no_figures):

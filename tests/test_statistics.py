@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from normgeo.angles.ensemble import NullEnsemble
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics
 from normgeo.errors import ModelError
@@ -292,3 +293,20 @@ def test_the_default_dtype_changes_nothing(kind):
     finally:
         torch.set_default_dtype(torch.float32)
     equal(found, expected)
+
+
+@pytest.mark.parametrize("every", [1, 7, 16, 64])
+@pytest.mark.parametrize("context", [256, 1000, 8192, 65536])
+def test_the_tokens_of_the_ensemble_lie_evenly_at_all_positions(every, context):
+    """As many of every position, whatever the context: powers of two, too, which short hashes tell nothing of."""
+    contexts = 20 * every
+    ensemble = NullEnsemble([site(8)], {8: Directions.seeded(8, 4)}, torch.device("cpu"), every)
+    found, start = np.zeros(context, int), 0
+    for _ in range(contexts):
+        ids = np.zeros((1, context), int)
+        ensemble.begin(TokenBatch(ids, ids, start))
+        found[ensemble.rows(context, torch.device("cpu")).numpy()] += 1
+        start += context
+    assert found.sum() == pytest.approx(contexts * context / every, rel=1e-3, abs=2)
+    assert found.min() >= 10
+    assert found.max() <= 30

@@ -34,6 +34,7 @@ COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions 
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
 FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
 PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
+GOLDEN = 0x9E3779B1  # 2^32 / phi
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
@@ -83,9 +84,12 @@ class NullEnsemble:
         return dict(zip(STATE, (self.count, *self.sums.unbind(2)), strict=True))
 
     def begin(self, batch: TokenBatch) -> None:
-        """Decide which tokens of the batch are chosen."""
+        """Decide which tokens of the batch are chosen: those with frac(index * phi) < 1 / every, phi the golden ratio.
+
+        They lie as evenly as can be, at all positions of contexts of any length.
+        """
         index = batch.start + np.arange(batch.n_tokens, dtype=np.uint64)
-        chosen = (((index * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)) >> np.uint64(12)) % self.every == 0
+        chosen = ((index * np.uint64(GOLDEN)) & np.uint64(0xFFFFFFFF)) * np.uint64(self.every) < np.uint64(1 << 32)
         self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens
         for waiting in (self._rows, self._found, self._chunks):  # of a batch that was broken off, too
             waiting.clear()

@@ -52,8 +52,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(**{name: getattr(self, name) for name in LEAST})
         pick_dtype(self.dtype, self.device)
-        if not self.models:
-            raise NormGeoError("no model to measure; give at least one")
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
@@ -156,7 +154,7 @@ def prepare(
         check_context(model, context)
     tokens = load_tokens(config.source, tokenizer, context)
     check_context(model, tokens.context)
-    if before is not None:  # of all processes or of none: counting is the first's, for all
+    if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all
         n_tokens = before["n_tokens"]
         tokens.marks[:] = map(tuple, before.get("marks", ()))
     else:

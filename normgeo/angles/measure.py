@@ -227,7 +227,7 @@ def _null_row(state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: i
     return {
         "direction": "null",
         "mean_deg": means[1:].mean(),
-        "std_deg": means[1:].std(),
+        "std_deg": means[1:].std(ddof=min(1, len(means) - 2)),
         "min_deg": means[1:].min(),
         "max_deg": means[1:].max(),
         "within_deg": float(np.sqrt(max(0.0, variance.mean()))),

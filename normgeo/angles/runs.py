@@ -63,7 +63,9 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
 
 
 def _check_labels(config: RunConfig) -> None:
-    """Refuse models whose rows and files could not be told apart."""
+    """Refuse models whose rows and files could not be told apart, and none."""
+    if not config.models:
+        raise RunError("there is no model to measure; give at least one")
     labels = [safe_name(label_of(name)) for name in config.models]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise RunError(

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "already_centered", "scenario", "summary", "verdict"]
+__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "LEAST_TOKENS", "already_centered", "scenario", "summary", "verdict"]
 
 CENTERED_DEG = 1e-3
 """A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
@@ -139,7 +139,8 @@ def _sinks(sinks: pd.DataFrame) -> list[str]:
         return []
     keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
     names = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
-    lines = ["", "Attention sinks apart (before the norm, median over sites; all tokens are included above):", "",
+    others = ", those of embeddings left out" if sinks.role.eq("embedding").any() else ""
+    lines = ["", f"Attention sinks apart (before the norm, median over sites{others}; above are all tokens):", "",
              "| tokens | count | angle to uniform | norm |", "| --- | --- | --- | --- |"]  # fmt: skip
     for group, name in names.items():
         part = keep[keep.tokens == group]

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +93,8 @@ def _with_configuration(folder: Path) -> Iterator[Path]:
             inside.clear()  # a link back, or a second one
         elif "config.json" in files:
             yield Path(name)
+        elif STEP.fullmatch(Path(name).name) and any(file.endswith(".safetensors") for file in files):
+            warnings.warn(f"{name} holds weights and no config.json: it is left out", stacklevel=2)
         seen.add(home)
 
 
