@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.comparison.agreement import agreements
+from normgeo.comparison.outputs import agreements
 from normgeo.conversion.convert import convert
 from normgeo.examples import max_context
 from normgeo.loading import load_model, load_tokenizer

@@ -13,7 +13,6 @@ import transformers
 import zoo
 
 from normgeo import compare, convert, load_model, load_tokenizer, load_tokens
-from normgeo.comparison import agreement
 from normgeo.comparison import compare as comparison
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.tokens import TokenStream
@@ -121,7 +120,7 @@ def test_the_naive_swap_differs_and_the_exact_conversion_does_not(ids):
 def test_batches_change_nothing_but_rounding(ids, monkeypatch):
     models = {"a": sharpened("gpt2"), "b": sabotaged(sharpened("gpt2"))}
     frames = [compare(models, ids, n_tokens=200, batch=batch, **QUICK).frame for batch in (1, 2, 7)]
-    monkeypatch.setattr(agreement, "AT_ONCE", 96 * 5)  # five positions at once
+    monkeypatch.setattr("normgeo.agreement.AT_ONCE", 96 * 5)  # five positions at once
     frames.append(compare(models, ids, n_tokens=200, batch=7, **QUICK).frame)
     numbers = frames[0].select_dtypes("number").columns.drop(["seconds", "time_ratio", "time_q25", "time_q75"])
     for frame in frames[1:]:

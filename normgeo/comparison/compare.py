@@ -25,7 +25,7 @@ from normgeo import figures
 from normgeo.angles.job import counted
 from normgeo.angles.measure import measure_angles
 from normgeo.comparison import figures as side_by_side
-from normgeo.comparison.agreement import agreements
+from normgeo.comparison.outputs import agreements
 from normgeo.conversion.convert import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError

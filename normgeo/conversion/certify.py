@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from normgeo.agreement import Agreement, next_tokens
 from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
@@ -38,7 +38,8 @@ class Certificate:
         own_dtype: the models' own dtype.
         own_error: worst relative error of the converted model in its own dtype, against the original in float64.
         original_error: the same of the original: what rounding alone does.
-        kl: mean Kullback-Leibler divergence (nats) of the last-axis softmax of the first output, in the own dtype.
+        kl: Kullback-Leibler divergence (nats) of the last-axis softmax of the first output, in the own dtype, as a mean
+            over positions.
         top1: share of positions where both prefer the same index.
         perplexity_original, perplexity_converted: of the next token, in the own dtype, for a causal model on real text.
         tokens: how many tokens of real text were compared; 0 when only made-up inputs were.
@@ -152,9 +153,8 @@ class _OwnDtype:
     """What two models give in their own dtype, batch by batch."""
 
     def __init__(self, original: PreTrainedModel, converted: PreTrainedModel) -> None:
-        self.models = original, converted
-        self.base = self.own = self.kl = self.top1 = 0.0
-        self.losses, self.tokens, self.batches = [0.0, 0.0], 0, 0
+        self.models, self.agreement = (original, converted), (Agreement(), Agreement())
+        self.base = self.own = 0.0
         self.causal = original.can_generate() and not original.config.is_encoder_decoder
 
     def add(self, batch: dict[str, Tensor], truth: list[Tensor], *, real: bool) -> None:
@@ -164,23 +164,19 @@ class _OwnDtype:
         which = next((i for i, x in enumerate(first) if x.ndim), None)  # a loss comes before the logits
         if which is None:
             return
-        p, q = first[which].double().log_softmax(-1), second[which].double().log_softmax(-1)
-        seen = _seen(batch, p)
-        self.kl += (p.exp() * (p - q)).sum(-1)[seen].mean().item()
-        self.top1 += (p.argmax(-1) == q.argmax(-1))[seen].double().mean().item()
-        self.batches += 1
-        if real and "input_ids" in batch and self.causal:
-            ids = batch["input_ids"].to(p.device)
-            read = seen[:, 1:] & seen[:, :-1]  # padding neither predicts nor is predicted
-            self.tokens += int(read.sum())
-            for i, log in enumerate((p, q)):
-                self.losses[i] -= log[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][read].sum().item()
+        seen, following = _seen(batch, first[which]), None
+        if real and "input_ids" in batch and self.causal:  # padding neither predicts nor is predicted
+            following = next_tokens(batch["input_ids"].to(seen.device).where(seen, -1))[seen]
+        reference = first[which][seen]
+        for agreement, outputs in zip(self.agreement, (reference, second[which][seen]), strict=True):
+            agreement.add(reference, outputs, following)
 
-    def perplexity(self, which: int) -> float | None:
-        if not self.tokens:
-            return None
-        loss = self.losses[which] / self.tokens
-        return math.exp(loss) if not loss > 700 else math.inf
+    def metrics(self) -> tuple[float, float, float | None, float | None, int]:
+        """KL, top-1 agreement, the perplexity of both, and how many tokens these are of."""
+        (own, both), predictions = self.agreement, self.agreement[0].predictions
+        before, after = (a.metrics()["perplexity"] if predictions else None for a in (own, both))
+        found = both.metrics() if both.positions else {"kl_mean": 0.0, "top1": 0.0}
+        return found["kl_mean"], found["top1"], before, after, predictions
 
 
 @torch.no_grad()
@@ -226,8 +222,8 @@ def certify(
     return Certificate(
         relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
         tuple(dict.fromkeys(shapes)), str(original.dtype).removeprefix("torch."), own.own, own.base,
-        own.kl / max(own.batches, 1), own.top1 / max(own.batches, 1), own.perplexity(0), own.perplexity(1), own.tokens,
-        site_mean, **counts, unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
+        *own.metrics(), site_mean, **counts,
+        unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
         outputs=looked_at(), headless=_headless(original64, converted64, inputs[0], tolerance),
     )  # fmt: skip
 
