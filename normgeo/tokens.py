@@ -1,4 +1,4 @@
-"""Token streams: Wikipedia through `datasets`, files, arrays of ids, and the sample that ships with the package.
+"""Token streams: text from the hub, files, arrays of ids, and the sample that ships with the package.
 
 A stream is a sequence of contexts: runs of token ids that a model sees together. Text is packed, without padding.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from normgeo.errors import DataError
+from normgeo.hub import HUB, name_of, texts
 from normgeo.packing import Context, Packed
 
 __all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens", "read_documents"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
-WIKIPEDIA = ("wikimedia/wikipedia", "20231101.en")
 KEPT_TOKENS = 1 << 22
 """Of so many tokens that were counted the ids are kept, 64 MiB of them, and not made again."""
 
@@ -266,20 +266,6 @@ def _parquet_texts(path: Path) -> Iterator[str]:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _wikipedia() -> Iterator[str]:
-    import datasets
-
-    try:
-        stream = datasets.load_dataset(*WIKIPEDIA, split="train", streaming=True)
-        for row in stream:
-            yield row["text"]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except Exception as error:  # whatever the hub, its client or the connection raises
-        raise DataError(
-            f"could not stream {WIKIPEDIA[0]} ({WIKIPEDIA[1]}): {type(error).__name__}: {str(error)[:200]}. Without a "
-            "network, give --data a file, or --data sample"
-        ) from error
-
-
 def holds_ids(data: str | Path) -> bool:
     """Whether a file of this name holds token ids, and no text."""
     return Path(data).suffix.lower() == ".npy"
@@ -294,9 +280,9 @@ def load_tokens(
     """Open a stream of tokens.
 
     Args:
-        data: "sample" (embedded, held-out Wikipedia text), "wikipedia" (streamed from the hub), a path (.jsonl,
-            .parquet or .txt with text, .npy with ids), an array of ids whose rows are sequences, or texts: a list of
-            strings, or a data set whose rows have a "text".
+        data: "sample" (embedded, held-out Wikipedia text), "wikipedia" or "openwebtext" (streamed from the hub), a path
+            (.jsonl, .parquet or .txt with text, .npy with ids), an array of ids whose rows are sequences, or texts: a
+            list of strings, or a data set whose rows have a "text".
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together (1024 for text; the row length for ids).
         exclude: documents to leave out, by their whole text.
@@ -313,10 +299,11 @@ def load_tokens(
     if holds_ids(data):
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
     context = _length(context, 1024)
-    if data not in ("wikipedia", "sample"):
+    if data not in (*HUB, "sample"):
         next(read_documents(Path(data)), None)  # a wrong path or format is said before anything else
-    if data == "wikipedia":
-        source, digest, documents = " ".join(WIKIPEDIA), "@".join(WIKIPEDIA), _wikipedia
+    if data in HUB:
+        name = str(data)
+        source, digest, documents = " ".join(HUB[name]), name_of(name), functools.partial(texts, name)
     else:
         path = SAMPLE if data == "sample" else Path(data)
         source = "sample" if data == "sample" else str(path)

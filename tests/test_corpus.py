@@ -11,7 +11,6 @@ from training_zoo import text_like
 
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
-from normgeo.training import corpus
 from normgeo.training.corpus import Shuffled, Streamed, open_corpus
 
 
@@ -111,7 +110,7 @@ def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
         asked.append((names, options))
         return datasets.IterableDataset.from_generator(lambda: iter(documents))
 
-    monkeypatch.setattr(corpus, "check_hub", lambda data: None)
+    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ids = open_corpus("openwebtext", tokenizer, 8, 0).take(1)[0].tolist()
     assert tokenizer.decode(ids) == "A fox.<|endoftext|>A dog."

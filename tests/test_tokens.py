@@ -369,6 +369,7 @@ def test_wikipedia_is_streamed_through_datasets(monkeypatch, tokenizer):
         asked.append((args, kwargs))
         return ({"id": i, "text": t} for i, t in enumerate(TEXTS))
 
+    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     stream = load_tokens("wikipedia", tokenizer, 8)
     assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS)
@@ -387,5 +388,6 @@ def test_wikipedia_without_a_network_says_what_to_do(monkeypatch, tokenizer, whi
             return rows()
         raise ConnectionError("no route to host")
 
+    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     refused("wikipedia", tokenizer, "ConnectionError: no route to host.*--data sample")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
+from normgeo.hub import HUB, name_of
 from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
@@ -97,7 +98,7 @@ class RunConfig:
         return replace(self, models=tuple(map(path, self.models)), data=self.data and path(self.data))
 
 
-NAMES = {*EMBEDDED, "sample", "wikipedia"}  # whatever lies in the directory
+NAMES = {*EMBEDDED, "sample", *HUB}  # whatever lies in the directory
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def counted(
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
     most = asked or default
-    if tokens.digest.startswith("wikimedia/"):
+    if tokens.digest in map(name_of, HUB):  # which has more, and is not read before it is measured
         return tokens, most
 
     def count() -> tuple[int, list[Any]]:

@@ -25,7 +25,7 @@ def angles(
     model: Annotated[str | None, typer.Argument(help="Hub id or local directory; default: the embedded pair.")] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="sample, wikipedia, or a path: .jsonl, .parquet or .txt with text, .npy with token ids."),
+        typer.Option(help="sample, wikipedia, openwebtext, or a path: .jsonl, .parquet or .txt of text, .npy of ids."),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")

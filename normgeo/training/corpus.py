@@ -17,15 +17,10 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from normgeo.errors import DataError
+from normgeo.hub import HUB, name_of, opened, unreachable
 from normgeo.tokens import ROWS, TokenStream, load_tokens
 
-__all__ = ["HUB", "Corpus", "Shuffled", "Streamed", "check_hub", "open_corpus"]
-
-HUB = {"openwebtext": ("Skylion007/openwebtext",), "wikipedia": ("wikimedia/wikipedia", "20231101.en")}
-"""What is streamed from the hub, from columns "text": OpenWebText as in *Geometry* appendix A.2, and Wikipedia."""
-
-PATIENCE = 10.0
-"""Seconds to wait for the hub before it is called out of reach."""
+__all__ = ["Corpus", "Shuffled", "Streamed", "open_corpus"]
 
 
 @runtime_checkable
@@ -175,7 +170,7 @@ class Streamed:
             except DataError:
                 raise
             except Exception as error:  # whatever the hub, its client or the connection raises
-                raise _unreachable(self.digest, error) from error
+                raise unreachable(self.digest, error) from error
             self._useless += 1
             if text.strip() and text not in self._exclude:
                 self._useless = 0
@@ -207,34 +202,5 @@ def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Col
         DataError: data that is missing, of an unknown format or too little, or cannot be streamed.
     """
     if data in HUB:
-        return Streamed(lambda: _hub(data), tokenizer, context, "@".join(HUB[data]), exclude)
+        return Streamed(lambda: opened(data), tokenizer, context, name_of(data), exclude)
     return Shuffled(load_tokens(data, tokenizer, context, exclude=exclude), context, seed)
-
-
-def check_hub(data: str) -> None:
-    """Ask the hub once for a data set in `HUB`, before anything else is loaded: clients retry for a minute.
-
-    Raises:
-        DataError: the hub or the data set cannot be reached.
-    """
-    import huggingface_hub
-
-    try:
-        huggingface_hub.HfApi().dataset_info(HUB[data][0], timeout=PATIENCE)
-    except Exception as error:  # whatever the hub, its client or the connection raises
-        raise _unreachable(HUB[data][0], error) from error
-
-
-def _hub(data: str) -> Any:
-    import datasets
-
-    check_hub(data)
-    try:
-        return datasets.load_dataset(*HUB[data], split="train", streaming=True)
-    except Exception as error:  # whatever the hub, its client or the connection raises
-        raise _unreachable(HUB[data][0], error) from error
-
-
-def _unreachable(name: str, error: Exception) -> DataError:
-    why = f"{type(error).__name__}: {str(error)[:200].strip()}".rstrip(".")
-    return DataError(f"could not stream {name}: {why}. Without a network, give --data a file of text, or --data sample")

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import accelerate
 
 from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
 from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
-from normgeo.training.corpus import HUB, Corpus, Shuffled, check_hub, open_corpus
+from normgeo.training.corpus import Corpus, Shuffled, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe, described
 from normgeo.training.state import checkpoint_path, unreadable, write_json
