@@ -69,7 +69,7 @@ class TokenStream:
         packing: how documents became contexts, in words.
         n_tokens: how many tokens there are, where that is known before reading.
         marks: where text can be entered: the list that `Packed` reads and adds to.
-        even: every context but the last of all has the same length.
+        row: of an array of several rows how long these are: a context ends where its row does.
     """
 
     contexts: Callable[[int], Iterator[Context]]
@@ -79,7 +79,7 @@ class TokenStream:
     packing: str
     n_tokens: int | None = None
     marks: list[tuple[int, int, int]] = field(default_factory=list)
-    even: bool = True
+    row: int | None = None
 
     @classmethod
     def from_array(cls, ids: Any, *, context: int | None = None, source: str = "array") -> TokenStream:
@@ -113,8 +113,7 @@ class TokenStream:
                     piece = rows[document, cut : cut + length].astype(np.int64)
                     yield piece, np.full(len(piece), document)
 
-        even = len(rows) == 1 or width % length == 0
-        return cls(contexts, length, source, digest, ROWS, rows.size, even=even)
+        return cls(contexts, length, source, digest, ROWS, rows.size, row=width if len(rows) > 1 else None)
 
     def counted(self, most: int) -> tuple[TokenStream, int]:
         """The same stream, and how many tokens it has: all there are, or `most` where there are more.
@@ -143,7 +142,18 @@ class TokenStream:
 
     def batch_start(self, token: int, rows: int) -> int:
         """Where a batch of up to `rows` contexts begins that has this token, or some batch before it."""
-        return token - token % (rows * self.context) if self.even else 0
+        even = self.row is None or self.row % self.context == 0  # else contexts are of several lengths
+        return token - token % (rows * self.context) if even else 0
+
+    def lengths(self, limit: int | None) -> set[int]:
+        """How long the contexts of the first `limit` tokens are, as far as that is known before they are read.
+
+        >>> sorted(TokenStream.from_array([[1] * 10, [2] * 10], context=4).lengths(17))
+        [2, 3, 4]
+        """
+        total = limit or self.n_tokens or self.context
+        rows = {total % self.row, min(self.row, total)} if self.row else {total}
+        return {length for row in rows for length in (min(self.context, row), row % self.context)} - {0}
 
     def batches(self, limit: int | None, rows: int, start: int = 0) -> Iterator[TokenBatch]:
         """Batches of up to `rows` contexts of equal length: the tokens from `start` up to exactly `limit`.
@@ -162,6 +172,17 @@ class TokenStream:
                 batch = TokenBatch(np.stack([i for i, _ in chunk]), np.stack([d for _, d in chunk]), done)
                 yield batch
                 done += batch.n_tokens
+
+    def alike(self, limit: int | None, rows: int, most: int) -> list[TokenBatch]:
+        """Of the first `most` batches those of the first one's shape, to time passes on.
+
+        Raises:
+            DataError: there is none.
+        """
+        found = list(itertools.islice(self.batches(limit, rows), most))
+        if not found:
+            raise DataError(f"{self.source} holds no tokens")
+        return [batch for batch in found if batch.ids.shape == found[0].ids.shape]
 
     def _between(self, start: int, limit: int | None) -> Iterator[Context]:
         """The contexts from token `start` on, the last one cut so that they end exactly at token `limit`."""

@@ -5,6 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from normgeo import packing
 from normgeo.errors import DataError
@@ -357,6 +359,15 @@ def test_damaged_npy_files_are_refused(tmp_path, content):
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     refused(write(tmp_path, ".txt"), None, "no tokenizer")
     refused("wikipedia", None, "no tokenizer")
+
+
+@given(rows=st.integers(1, 4), width=st.integers(1, 12), context=st.integers(1, 13), limit=st.integers(1, 48))
+def test_the_lengths_of_contexts_are_known_before_they_are_read(rows, width, context, limit):
+    stream = TokenStream.from_array(np.ones((rows, width), int), context=context)
+    limit = min(limit, rows * width)
+    read = {batch.ids.shape[1] for batch in stream.batches(limit, 1)}
+    assert stream.lengths(limit) == read
+    assert stream.lengths(None) == {batch.ids.shape[1] for batch in stream.batches(None, 1)}
 
 
 # --- wikipedia -----------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def prepare(
     else:
         tokens, n_tokens = counted(tokens, config.tokens, DEFAULT_TOKENS, first)
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
-    for length in {min(tokens.context, n_tokens), n_tokens % tokens.context} - {0}:  # the last context may be shorter
+    for length in tokens.lengths(n_tokens):
         check_pass(model, sites, length)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)

@@ -21,6 +21,7 @@ from normgeo.geometry import NAMES, Directions
 from normgeo.models import memory_explained, on_cpu
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass, check_sites, stream
+from normgeo.system.files import write_whole
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
@@ -73,11 +74,11 @@ class AngleTable:
         return verdict(self.frame, self.sinks)
 
     def save(self, folder: str | Path) -> None:
-        """Write `angles.parquet` and `sinks.parquet` to a directory, which is made where there is none."""
+        """Write `angles.parquet` and `sinks.parquet` to a directory, which is made where there is none; each whole."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.frame.to_parquet(folder / "angles.parquet", index=False)
-        self.sinks.to_parquet(folder / "sinks.parquet", index=False)
+        for name, frame in (("angles", self.frame), ("sinks", self.sinks)):
+            write_whole(folder / f"{name}.parquet", frame.to_parquet(None, index=False))
 
     @classmethod
     def load(cls, folder: str | Path) -> AngleTable:
@@ -378,7 +379,8 @@ def measure_angles(
         chosen = select_sites(find_sites(model), sites)
     else:
         chosen = list(sites) if isinstance(sites, Iterable) else [sites]
-    check_pass(model, chosen, min(source.context, n_tokens or source.n_tokens or source.context))
+    for length in source.lengths(n_tokens):
+        check_pass(model, chosen, length)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos
     statistics = new_statistics(model, chosen, null=null, seed=seed, null_every=null_every, bos=bos)
     batches = source.batches(n_tokens, batch)

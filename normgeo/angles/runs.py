@@ -31,7 +31,7 @@ from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import EMBEDDED
 from normgeo.stream import stream
-from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_whole
+from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole
 from normgeo.system.progress import progress_bar
 
 __all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
@@ -115,11 +115,6 @@ def _read(out: Path) -> dict[str, Any]:
     return record
 
 
-def save_record(out: Path, record: dict[str, Any]) -> None:
-    """Write `run.json`."""
-    write_whole(out / "run.json", (json.dumps(record, indent=2) + "\n").encode())
-
-
 def _execute(
     config: RunConfig,
     out: Path,
@@ -145,14 +140,14 @@ def _execute(
         check_same(record["models"].setdefault(name, job.about), job.about, out)
         with disk_explained(out):
             (out / "state").mkdir(parents=True, exist_ok=True)
-            save_record(out, record)
+            write_json(out / "run.json", record)
             statistics = _measure(config, job, out, announce, progress)
         tables.append(AngleTable.from_statistics(statistics, job.label))
     table = AngleTable.concatenated(tables)
     with disk_explained(out):
         write_results(table, out)
         record |= {"status": "complete", "finished": now()}
-        save_record(out, record)
+        write_json(out / "run.json", record)
     return table
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.angles.measure import measure_angles, new_statistics
-from normgeo.errors import DataError, NormGeoError
+from normgeo.errors import NormGeoError
 from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import base_model, shared_copy
 from normgeo.sites import NormSite, find_sites
@@ -77,7 +77,7 @@ def bench_stream(
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
     check_context(model, tokens.context)
     sites = find_sites(model)
-    batches = _alike(tokens, batch, rounds + 1)
+    batches = tokens.alike(None, batch, rounds + 1)
     runs = _variants(model, sites, null, null_every)
     order = random.Random(seed)
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
@@ -113,14 +113,6 @@ def bench_stream(
         found = {"variant": name, "ratio": ratio, "q25": q25, "q75": q75, "seconds": float(np.median(seconds[name]))}
         rows.append(found | about)
     return pd.DataFrame(rows)
-
-
-def _alike(tokens: TokenStream, batch: int, rounds: int) -> list[TokenBatch]:
-    """The first batches of the stream that have the shape of the first."""
-    found = list(itertools.islice(tokens.batches(None, batch), rounds))
-    if not found:
-        raise DataError(f"{tokens.source} holds no tokens")
-    return [b for b in found if b.ids.shape == found[0].ids.shape]
 
 
 def _variants(

@@ -6,7 +6,6 @@ import datetime
 import itertools
 import json
 import math
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo import figures
-from normgeo.angles.job import counted
+from normgeo.angles.job import counted, label_of
 from normgeo.angles.measure import measure_angles
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.outputs import agreements
@@ -36,7 +35,7 @@ from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, taken, whole_directory
 from normgeo.system.progress import progress_bar
-from normgeo.system.timing import devices, synchronize
+from normgeo.system.timing import devices, interleaved, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
 
 __all__ = ["Comparison", "compare", "compare_run", "default_stem"]
@@ -156,7 +155,7 @@ def compare(
                 model, source, n_tokens=n_tokens, batch=batch, null=null, seed=seed, name=name, progress=False,
                 on_batch=lambda done: advance(done.n_tokens),
             ).frame  # fmt: skip
-    times = _times(models, _alike(source, n_tokens, batch, rounds + 1), rounds, seed)
+    times = _times(models, source.alike(n_tokens, batch, rounds + 1), rounds, seed)
     frame = pd.DataFrame(
         [{"model": name, **_size(model, whole[name]), **metrics[name], **times[name]} for name, model in models.items()]
     )
@@ -177,27 +176,20 @@ def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _alike(source: TokenStream, n_tokens: int | None, batch: int, most: int) -> list[TokenBatch]:
-    """The first batches of the shape of the first."""
-    found = list(itertools.islice(source.batches(n_tokens, batch), most))
-    return [chunk for chunk in found if chunk.ids.shape == found[0].ids.shape]
-
-
 def _times(
     models: Mapping[str, PreTrainedModel], batches: Sequence[TokenBatch], rounds: int, seed: int
 ) -> dict[str, dict[str, float]]:
     """Time every model's forward pass: each once a round on one batch, in random order, after a round to warm up."""
-    seconds, order = defaultdict[str, list[float]](list), random.Random(seed)
+    if not rounds:
+        return {name: dict.fromkeys(("seconds", "time_ratio", "time_q25", "time_q75"), math.nan) for name in models}
+    seconds = defaultdict[str, list[float]](list)
+    chunks = {name: itertools.cycle(batches) for name in models}
+    measures = {name: lambda name=name: _timed(models[name], next(chunks[name])) for name in models}
     with ExitStack() as modes:
         for model in models.values():
             modes.enter_context(evaluating(model))
-        for number, chunk in zip(range(rounds + 1 if rounds else 0), itertools.cycle(batches), strict=False):
-            for name in order.sample(list(models), len(models)):
-                spent = _timed(models[name], chunk)
-                if number:
-                    seconds[name].append(spent)
-    if not rounds:
-        return {name: dict.fromkeys(("seconds", "time_ratio", "time_q25", "time_q75"), math.nan) for name in models}
+        for _, name, spent in interleaved(measures, rounds=rounds, seconds=math.inf, seed=seed):
+            seconds[name].append(spent)
     base = np.array(seconds[next(iter(models))])
     found = {}
     for name in models:
@@ -328,7 +320,7 @@ def default_stem(a: str, b: str) -> Path:
 
 def _labels(a: str, b: str) -> tuple[str, str]:
     """What two models are called: directories by their own name, unless that is the other's name too."""
-    short = [name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name for name in (a, b)]
+    short = [label_of(name) for name in (a, b)]
     if short[0] != short[1]:
         return short[0], short[1]
     return (a, b) if a != b else (a, f"{b} (again)")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
-from normgeo.angles.runs import RunConfig, default_stem, new_record, now, save_record, write_results
+from normgeo.angles.runs import RunConfig, default_stem, new_record, now, write_results
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import RunError, StoreError
 from normgeo.kernels.checksum import checksum, joined
@@ -33,7 +33,7 @@ from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.workers import cluster, threads
-from normgeo.system.files import alone, check_folder, claimed, disk_explained, emptied, taken
+from normgeo.system.files import alone, check_folder, claimed, disk_explained, emptied, taken, write_json
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch
@@ -144,7 +144,7 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
             table = angles_from_store(store, **options)  # which may grow meanwhile
             try:
                 write_results(table, where)
-                save_record(where, record | {"status": "complete", "finished": now()})
+                write_json(where / "run.json", record | {"status": "complete", "finished": now()})
             except BaseException:
                 emptied(where)
                 raise

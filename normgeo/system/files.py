@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from normgeo.errors import RunError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "alone", "check_file", "check_folder", "claimed", "disk_explained", "emptied", "is_full", "numbered", "taken",
-    "whole_directory", "write_table", "write_whole",
+    "whole_directory", "write_json", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL, LOCK = ".partial", ".lock"
@@ -213,6 +214,16 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole, or leave it as it was.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    with disk_explained(path.parent):
+        write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def is_full(error: BaseException | None) -> bool:

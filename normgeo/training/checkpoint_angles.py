@@ -26,11 +26,20 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import measure_angles
-from normgeo.angles.runs import new_record, now, safe_name, save_record
+from normgeo.angles.runs import new_record, now, safe_name
 from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, whole_directory, write_whole
+from normgeo.system.files import (
+    alone,
+    check_folder,
+    disk_explained,
+    emptied,
+    taken,
+    whole_directory,
+    write_json,
+    write_whole,
+)
 from normgeo.training import figures as training_figures
 from normgeo.training.state import unreadable
 
@@ -160,14 +169,14 @@ def _finish(
         models[_name(point)] = about
         with disk_explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            save_record(out, record)
+            write_json(out / "run.json", record)
 
     with disk_explained(out):
         frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
         write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
         with whole_directory(out / "figures", replace=True) as scratch:
             draw(frame, scratch)
-        save_record(out, record | {"status": "complete", "finished": now()})
+        write_json(out / "run.json", record | {"status": "complete", "finished": now()})
     return frame
 
 

@@ -26,13 +26,13 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
-from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory
+from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory, write_json
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe, described
-from normgeo.training.state import checkpoint_path, unreadable, write_json
+from normgeo.training.state import checkpoint_path, unreadable
 from normgeo.training.train import train
 from normgeo.training.twins import train_tokenizer
 

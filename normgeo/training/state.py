@@ -19,9 +19,9 @@ import safetensors.torch
 from torch import Tensor
 
 from normgeo.errors import RunError
-from normgeo.system.files import disk_explained, whole_directory, write_whole
+from normgeo.system.files import whole_directory
 
-__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "unreadable", "write_json"]
+__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "unreadable"]
 
 AFRESH = "remove it, and the run starts from its beginning"
 
@@ -32,16 +32,6 @@ def unreadable(path: Path, error: Exception, instead: str) -> RunError:
         f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
         f"with that version, or {instead}"
     )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole, or leave it as it was.
-
-    Raises:
-        RunError: the disk is full.
-    """
-    with disk_explained(path.parent):
-        write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _states(folder: Path) -> list[Path]:

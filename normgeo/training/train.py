@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
-from normgeo.system.files import whole_directory
+from normgeo.system.files import whole_directory, write_json
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
@@ -32,7 +32,7 @@ from normgeo.training.accelerators import check_sharding, ready, start_accelerat
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
 from normgeo.training.recipe import Recipe, described, is_kept, learning_rate
-from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state, unreadable, write_json
+from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state, unreadable
 from normgeo.training.twins import build_twin, evaluate, save_twin
 
 __all__ = ["Trainer", "train"]
