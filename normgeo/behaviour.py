@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,7 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    # hooks change what it gives, as those that recenter, and are not to see random vectors: the copy has none
-    hooks = (each for part in module.modules() for each in (part._forward_hooks, part._forward_pre_hooks))
-    module = copy.deepcopy(module, {id(each): OrderedDict() for each in hooks}).to(dtype).eval()
+    module = copy.deepcopy(module, _without_hooks(module, dtype)).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
 
     def probe(scale: float) -> Tensor:
@@ -79,6 +77,20 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
             has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
             return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
     return None
+
+
+def _without_hooks(module: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
+    """What a copy of a module has instead of its hooks: none, and in this dtype what they made in the last pass.
+
+    Hooks change what a norm gives, as those that recenter, and are not to see random vectors. A weight that one of them
+    makes, as of a pruned norm, is no parameter.
+    """
+    instead: dict[int, Any] = {}
+    for part in module.modules():
+        instead |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
+        made = (value for value in vars(part).values() if isinstance(value, Tensor))
+        instead |= {id(value): value.detach().to(dtype if value.is_floating_point() else None) for value in made}
+    return instead
 
 
 def _fits_any(module: nn.Module, x: Tensor) -> bool:

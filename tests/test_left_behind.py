@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import prune
 from training_zoo import small
 
 from analyses import models_table
@@ -14,6 +15,7 @@ from normgeo import convert, find_gauge, find_sites, load_model
 from normgeo.angles.measure import new_statistics
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as built
+from normgeo.behaviour import behaviour_of
 from normgeo.conversion import optimize as optimizing
 from normgeo.conversion import tables
 from normgeo.conversion.optimize import fused_norms, optimize
@@ -36,6 +38,20 @@ def test_probing_a_norm_runs_nobodys_hooks(tiny):
     hook.remove()
     assert len(sites) == 5
     assert given == [torch.float32]  # the pass that finds them
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_norm_whose_weight_a_hook_makes_is_found(grad, tiny):
+    model = tiny("gpt2")
+    names = [site.name for site in find_sites(model)]
+    with torch.set_grad_enabled(grad):
+        prune.random_unstructured(model.transformer.h[0].ln_1, "weight", amount=0.3)
+        model(torch.tensor([[5, 6, 7]]))
+    assert [site.name for site in find_sites(model)] == names
+    assert behaviour_of(model.transformer.h[0].ln_1, torch.Size((2, 5, 32))).kind == "layernorm"
+    conversion = convert(model)
+    assert conversion.certificate.passed
+    assert [site.name for site in conversion.replaced] == names
 
 
 def test_a_norm_that_is_recentered_stays_a_norm(tiny):

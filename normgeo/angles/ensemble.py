@@ -34,7 +34,6 @@ COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions 
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
 FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
 PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
-GOLDEN = 0x9E3779B1  # 2^32 / phi
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
@@ -84,12 +83,9 @@ class NullEnsemble:
         return dict(zip(STATE, (self.count, *self.sums.unbind(2)), strict=True))
 
     def begin(self, batch: TokenBatch) -> None:
-        """Decide which tokens of the batch are chosen: those with frac(index * phi) < 1 / every, phi the golden ratio.
-
-        They lie as evenly as can be, at all positions of contexts of any length.
-        """
+        """Decide which tokens of the batch are chosen: by a hash of their index, at all positions alike."""
         index = batch.start + np.arange(batch.n_tokens, dtype=np.uint64)
-        chosen = ((index * np.uint64(GOLDEN)) & np.uint64(0xFFFFFFFF)) * np.uint64(self.every) < np.uint64(1 << 32)
+        chosen = (_mixed(index) >> np.uint64(32)) * np.uint64(self.every) < np.uint64(1 << 32)
         self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens
         for waiting in (self._rows, self._found, self._chunks):  # of a batch that was broken off, too
             waiting.clear()
@@ -204,6 +200,16 @@ class NullEnsemble:
             null, uniform = self.directions[d].null[: self.k], self.directions[d].units[0]
             self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (null.T, null @ uniform))  # pyright: ignore
         return self._on[d, device]
+
+
+def _mixed(index: np.ndarray) -> np.ndarray:
+    """64 bits that tell nothing of the index they are of (the last steps of SplitMix64), of 0 zero.
+
+    With anything simpler some lengths of contexts would have positions that are never chosen.
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        index = (index ^ (index >> np.uint64(shift))) * np.uint64(factor)
+    return index
 
 
 @contextmanager
