@@ -89,3 +89,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'normgeo' has no attribute {name!r}")
     return getattr(importlib.import_module(f"normgeo.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

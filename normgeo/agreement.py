@@ -24,13 +24,13 @@ ON_A_DEVICE = 1 << 23
 """And elsewhere, where every sum is waited for: 64 MiB, of which there are half a dozen."""
 
 
-def next_tokens(ids: Int[Tensor, "rows time"]) -> Int[Tensor, "rows time"]:
+def next_tokens(ids: Int[Tensor, "*rows time"]) -> Int[Tensor, "*rows time"]:
     """The token behind each token in the same context, -1 behind the last: what a causal model predicts there.
 
     >>> next_tokens(torch.tensor([[5, 6, 7]])).tolist()
     [[6, 7, -1]]
     """
-    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], dim=1)
+    return torch.cat([ids[..., 1:], torch.full_like(ids[..., :1], -1)], dim=-1)
 
 
 def wide(x: Tensor) -> Tensor:

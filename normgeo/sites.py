@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.examples import example_inputs
 from normgeo.models import check_model, default_dtype, on_cpu, uncompiled
 
@@ -236,6 +236,8 @@ def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     try:
         with torch.no_grad(), evaluating(model), _hooked(model, trace), default_dtype(model.dtype), uncompiled():
             model(**options | inputs)
+    except NormGeoError:  # which says itself what to do
+        raise
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
@@ -376,7 +378,8 @@ def _place_outside(call: _Call, trace: _Trace) -> tuple[Any, str, int]:
     """A norm outside the layers: before them an embedding's, after them the final one, of the stack nearest by name."""
     spans: dict[str, tuple[int, int]] = {}
     for other in trace.calls:
-        if (place := _layer_of(other.name, trace)) is not None:
+        place = _layer_of(other.name, trace)
+        if place is not None and not (other.leaf and other.name == f"{place[0]}.{place[1]}"):  # tables are no layers
             began, layers = spans.get(place[0], (other.began, 0))
             spans[place[0]] = (began, max(layers, place[1] + 1))
     if not spans:

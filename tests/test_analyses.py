@@ -271,7 +271,7 @@ def test_encoder_and_decoder_are_drawn_apart(name, tmp_path):
 def test_an_ensemble_that_met_hardly_a_token_is_not_drawn(tmp_path):
     out = tmp_path / "run"
     start_run(RunConfig(tokens=30, null=8, keep="none", device="cpu"), out, progress=False)
-    with pytest.raises(DataError, match="the random directions met 2 tokens, which tells nothing"):
+    with pytest.raises(DataError, match=r"the random directions met \d tokens, which tells nothing"):
         module("null_ensemble").compute(out)
 
 

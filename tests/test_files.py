@@ -241,6 +241,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         write()
 
 
+def test_what_a_killed_process_left_is_no_obstacle(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.lock").touch()
+    with whole_directory(tmp_path / "out") as scratch:
+        (scratch / "table").write_text("whole")
+    assert (tmp_path / "out/table").read_text() == "whole"
+
+
 def test_what_was_made_on_the_way_is_removed_where_nothing_came_of_it(tmp_path):
     with whole_directory(tmp_path / "a/b/c", keep=False) as scratch:
         (scratch / "file").write_text("a trial")

@@ -6,7 +6,7 @@ import torch
 import transformers as hf
 import zoo
 
-from normgeo import find_sites
+from normgeo import find_sites, measure_angles
 from normgeo.stream import stream
 from normgeo.tokens import TokenStream
 
@@ -55,3 +55,10 @@ def test_vectors_of_heads_come_in_token_order(name, head_major, length, heads):
         for row, time, head in ((0, 0, 0), (1, 7, site.heads // 2), (2, 10, site.heads - 1)):
             vector = keep.taken[i, "pre"][(row * 11 + time) * site.heads + head]
             assert torch.equal(vector, x[row, time, head])
+
+
+def test_norms_on_heads_are_measured_where_they_are_asked_for():
+    given = model("qwen3", (2, 1))
+    plain, both = (measure_angles(given, IDS, null=4, qk=qk, progress=False).frame for qk in (False, True))
+    assert set(both.role) - set(plain.role) == {"qk"}
+    assert set(measure_angles(given, IDS, null=4, sites="qk", qk=True, progress=False).frame.role) == {"qk"}

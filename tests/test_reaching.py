@@ -215,3 +215,17 @@ def test_inputs_of_a_large_model_are_those_that_are_given(monkeypatch):
     assert torch.equal(given[0]["input_ids"], ids)
     with pytest.raises(NormGeoError, match="no_such_input"):
         shallow.gauge_of(zoo.tiny("gpt2"), {"no_such_input": torch.ones(1)})
+
+
+@pytest.mark.parametrize("change", ["cut", "rmsnorm"])
+def test_a_large_model_that_was_changed_is_looked_at_itself(change, monkeypatch):
+    model = zoo.tiny("gpt2")
+    if change == "cut":
+        model.transformer.h = model.transformer.h[:1]
+    else:
+        model.transformer.h[1].ln_2 = nn.RMSNorm(32, 1e-5)
+    expected = convert(model)
+    monkeypatch.setattr("normgeo.conversion.convert.LARGE", 0)
+    found = convert(model)
+    assert found.certificate.passed
+    assert found.replaced == expected.replaced

@@ -13,12 +13,14 @@ from transformers import (
     Lfm2Config,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
     PreTrainedModel,
     RecurrentGemmaConfig,
 )
 
-from normgeo import architectures, convert, measure_angles
-from normgeo.errors import ModelError
+from normgeo import architectures, convert, measure_angles, optimize
+from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.sites import find_sites
 
@@ -376,3 +378,20 @@ def test_blocks_that_are_compiled_have_norms_too():
     assert (found.site == "transformer.h.0._orig_mod.ln_1").any()
     pd.testing.assert_frame_equal(found.drop(columns="site"), plain.drop(columns="site"))
     assert len(convert(model).replaced) == 5
+
+
+def test_a_list_of_embeddings_is_no_stack_of_layers():
+    """Of MusicGen's codebooks there may be more than layers."""
+    config = MusicgenDecoderConfig(
+        vocab_size=32, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, num_codebooks=4,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    model = MusicgenForCausalLM(config).eval()
+    final = find_sites(model)[-1]
+    assert (final.role, final.stack) == ("final", "model.decoder.layers")
+    assert final.layer == len(model.model.decoder.layers)
+
+
+def test_an_optimized_model_says_that_it_is(tiny):
+    with pytest.raises(ConversionError, match="optimized"):
+        find_sites(optimize(convert(tiny("gpt2")).model))

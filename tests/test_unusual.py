@@ -266,3 +266,18 @@ def test_compiled_models_that_recenter_elsewhere_are_not_taken_for_each_other():
     drop = trained.get_submodule("transformer.drop")
     assert isinstance(drop, torch.nn.Dropout)
     assert type(drop).__name__ == "Dropout"
+
+
+def test_a_perplexity_is_of_what_follows_in_the_same_text():
+    """Of one choice of several, and none where outputs are of other positions than the ids."""
+    ids = torch.tensor([[[5, 6, 7, 8], [5, 9, 10, 11]]])
+    double = zoo.perturb(hf.GPT2DoubleHeadsModel(zoo.tiny("gpt2").config).eval())
+    certificate = convert(double, certify_on=[{"input_ids": ids}]).certificate
+    logits = double(input_ids=ids).logits[0, :, :-1].double().log_softmax(-1)
+    loss = -logits.gather(-1, ids[0, :, 1:, None]).mean().detach()
+    assert certificate.tokens == 6
+    assert certificate.perplexity_original == pytest.approx(float(loss.exp()), rel=1e-5)
+    certificate = convert(
+        zoo.tiny("gpt2"), certify_on=[{"input_ids": ids[0], "logits_to_keep": torch.tensor([2])}]
+    ).certificate
+    assert certificate.tokens == 0

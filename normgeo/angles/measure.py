@@ -338,6 +338,7 @@ def measure_angles(
     null_every: int = 16,
     seed: int = 0,
     sites: str | Sequence[NormSite] | None = None,
+    qk: bool = False,
     bos: int | None = None,
     name: str | None = None,
     progress: bool = True,
@@ -353,7 +354,8 @@ def measure_angles(
         null: number of random directions in the null ensemble.
         null_every: the null ensemble meets one token in so many (1: all of them).
         seed: of the random directions.
-        sites: a pattern for `select_sites`, or sites from `find_sites`; None is every site except q/k norms.
+        sites: a pattern for `select_sites`, or sites from `find_sites`; None is every site.
+        qk: also the norms on the heads of queries and keys, where `sites` are not given themselves.
         bos: token id reported apart as BOS; None is the model configuration's.
         name: the model's name in the table.
         progress: show a progress bar.
@@ -376,7 +378,7 @@ def measure_angles(
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     if sites is None or isinstance(sites, str):
-        chosen = select_sites(find_sites(model), sites)
+        chosen = select_sites(find_sites(model, qk=qk), sites)
     else:
         chosen = list(sites) if isinstance(sites, Iterable) else [sites]
     for length in source.lengths(n_tokens):

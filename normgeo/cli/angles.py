@@ -101,8 +101,8 @@ def angles(
     names = (model,) if model else () if checkpoints else runs.RunConfig().models
     drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
-        names, data, tokens, context, batch, dtype, device, device_map, sites=sites, qk=qk, keep=keep,
-        revision=revision, trust_remote_code=trust_remote_code,
+        names, data=data, tokens=tokens, context=context, batch=batch, dtype=dtype, device=device,
+        device_map=device_map, sites=sites, qk=qk, keep=keep, revision=revision, trust_remote_code=trust_remote_code,
         **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
     if checkpoints:

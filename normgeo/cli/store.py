@@ -53,8 +53,9 @@ def capture(
             capturing.resume_capture(resume, trust_remote_code=trust_remote_code, announce=note)
         else:
             run = RunConfig(
-                (str(model),), data, tokens, context, batch, dtype, device, device_map, null, null_every, seed,
-                sites, qk, "none", revision, trust_remote_code,
+                (str(model),), data=data, tokens=tokens, context=context, batch=batch, dtype=dtype, device=device,
+                device_map=device_map, null=null, null_every=null_every, seed=seed, sites=sites, qk=qk, keep="none",
+                revision=revision, trust_remote_code=trust_remote_code,
             )  # fmt: skip
             config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
             capturing.start_capture(config, where, announce=note)

@@ -165,8 +165,8 @@ class _OwnDtype:
         if which is None:
             return
         seen, following = _seen(batch, first[which]), None
-        if real and "input_ids" in batch and self.causal:  # padding neither predicts nor is predicted
-            following = next_tokens(batch["input_ids"].to(seen.device).where(seen, -1))[seen]
+        if real and self.causal and (ids := batch.get("input_ids")) is not None and ids.shape == seen.shape:
+            following = next_tokens(ids.to(seen.device).where(seen, -1))[seen]  # of padding nothing, which is -1
         reference = first[which][seen]
         for agreement, outputs in zip(self.agreement, (reference, second[which][seen]), strict=True):
             agreement.add(reference, outputs, following)

@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,8 +140,7 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
     Raises:
         ConversionError: a layer is like none of them.
     """
-    mine = {n: p.shape for n, p in shallow.named_parameters(remove_duplicate=False)}
-    theirs = {n: p.shape for n, p in deep.named_parameters(remove_duplicate=False)}
+    mine, theirs = _shapes(shallow), _shapes(deep)
     few, assigned, unsure = _lists(shallow), {}, set()
 
     def kind(names: dict[str, torch.Size], prefix: str, i: int) -> frozenset[Any]:
@@ -204,10 +204,24 @@ def shallow_gauge(
 
 def gauge_of(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, training: bool = False) -> Gauge:
     """A model's gauge from few of its layers where they are alike, whatever its weights; else `find_gauge`'s."""
+    if _as_told(model):
+        with suppress(NormGeoError):  # an architecture that is not the same with fewer layers
+            return shallow_gauge(type(model), model.config, inputs, training=training)
+    return find_gauge(model, inputs, training=training)
+
+
+def _as_told(model: PreTrainedModel) -> bool:
+    """Whether a model is what its class and configuration tell: nobody took layers out, or put others in."""
     try:
-        return shallow_gauge(type(model), model.config, inputs, training=training)
-    except NormGeoError:  # an architecture that is not the same with fewer layers
-        return find_gauge(model, inputs, training=training)
+        told = empty_model(type(model), model.config)
+    except Exception:  # whatever a model's own code raises
+        return False
+    parts = [{name: type(module) for name, module in each.named_modules()} for each in (told, model)]
+    return parts[0] == parts[1] and _shapes(told) == _shapes(model)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def deepened(gauge: Gauge, to: Spread) -> Gauge:
@@ -263,7 +277,9 @@ def _sites(sites: tuple[NormSite, ...], to: Spread) -> list[NormSite]:
 
 
 def _depth(site: NormSite, to: Spread) -> int:
-    """The number of layers before a norm behind them: of the list whose name has most in common with its own."""
+    """The number of layers before a norm behind them: of its stack, or the list whose name is most like its own."""
+    if site.stack in to.assigned:
+        return len(to.assigned[site.stack])
 
     def common(prefix: str) -> int:
         pairs = zip(prefix.split("."), site.name.split("."), strict=False)

@@ -332,7 +332,7 @@ def _settle(folder: Path) -> None:
 
 def _moved_up(folder: Path) -> None:
     """Move what a directory holds beside it, where there must be nothing else, as `rename` would have it."""
-    if any(path != folder for path in folder.parent.iterdir()):
+    if any(path != folder and path.name != LOCK for path in folder.parent.iterdir()):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     with ExitStack() as back:
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):  # without it nothing loads
