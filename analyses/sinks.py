@@ -12,10 +12,9 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
+from normgeo.angles.verdict import GROUP_LABELS
 from normgeo.errors import DataError
 from normgeo.figures import on_stream
-
-NAMES = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
@@ -43,7 +42,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         angle, norm = grid[:, column]
         angle.axhline(90, color="0.4", linewidth=0.6, zorder=1)
         norm.set_yscale("log")
-        for k, (group, label) in enumerate(NAMES.items()):
+        for k, (group, label) in enumerate(GROUP_LABELS.items()):
             part = rows[rows.tokens == group].sort_values("depth")
             if len(part):
                 style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label, "zorder": 3}

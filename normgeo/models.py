@@ -239,7 +239,10 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 over all that decides which ids a text becomes: vocabulary, merges, normalization, special tokens."""
+    """sha256 over all that decides which ids a text becomes: vocabulary, merges, normalization, special tokens.
+
+    Of a tokenizer in Python, of which no file tells all, the class stands for what is beside its vocabulary.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python
         content: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}

@@ -139,20 +139,27 @@ def test_processes_that_are_asked_for_other_things_are_refused(home, tmp_path, c
     assert not (path / "angles.parquet").exists()
 
 
-def test_a_process_that_resumes_with_other_data_waits_for_nobody(home, copy, monkeypatch):
-    """It asks the others for no count, which they do not make; and is refused."""
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_process_that_resumes_with_other_data_ends_the_run(wrong, home, copy, monkeypatch):
+    """It asks the others for no count, which they do not make; and none waits for what it does not say."""
     unfinished(copy)
-    digests = iter(["0" * 64])  # of the data of the rank that loads last
-    load, lock = job.load_tokens, threading.Lock()
+    load, mine = job.load_tokens, threading.local()
 
     def loaded(*given):
         stream = load(*given)
-        with lock:
-            return replace(stream, digest=next(digests, stream.digest))
+        return replace(stream, digest="0" * 64) if mine.rank == wrong else stream
+
+    def resumed(ranks):
+        mine.rank = ranks.rank
+        resume_capture(copy, ranks=ranks, progress=False)
 
     monkeypatch.setattr(job, "load_tokens", loaded)
-    found = by_ranks(2, lambda ranks: resume_capture(copy, ranks=ranks, progress=False))
-    assert any("another data" in str(error) for error in found)
+    found = by_ranks(2, resumed)
+    assert "another data" in str(found[wrong])
+    if wrong:
+        assert "process 1 of the run failed" in str(found[0])
+    else:
+        assert isinstance(found[1], SystemExit)
 
 
 def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):

@@ -19,6 +19,7 @@ from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
+from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, holds_ids, load_tokens
 
@@ -66,10 +67,7 @@ class RunConfig:
         try:
             return cls(**record | {"models": tuple(record["models"])})
         except (LookupError, TypeError) as error:
-            raise RunError(
-                f"{where} is damaged, or was written by another version of normgeo: its configuration is not what this "
-                f"version reads ({type(error).__name__}: {error}); resume with that version, or start again elsewhere"
-            ) from error
+            raise unreadable(where, error, "start again in another directory") from error
 
     def consented(self, trust_remote_code: bool, where: Path | str) -> RunConfig:
         """The same. That a repository's code may run is said by who resumes a run, not by a file that may be anyone's.

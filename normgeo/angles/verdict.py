@@ -8,7 +8,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-__all__ = ["CENTERED_DEG", "CENTERED_ROUNDINGS", "LEAST_TOKENS", "already_centered", "scenario", "summary", "verdict"]
+__all__ = [
+    "CENTERED_DEG",
+    "CENTERED_ROUNDINGS",
+    "GROUP_LABELS",
+    "LEAST_TOKENS",
+    "already_centered",
+    "scenario",
+    "summary",
+    "verdict",
+]
 
 CENTERED_DEG = 1e-3
 """A pre-norm spread below this many degrees, around 90, is rounding: the hidden states were centered."""
@@ -20,6 +29,7 @@ the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float1
 LEAST_TOKENS = 16
 """Mean angles of fewer tokens are those of the first one, a sink, as much as of any."""
 
+GROUP_LABELS = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
 
@@ -138,11 +148,10 @@ def _sinks(sinks: pd.DataFrame) -> list[str]:
     if sinks.empty:
         return []
     keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
-    names = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
     others = ", those of embeddings left out" if sinks.role.eq("embedding").any() else ""
     lines = ["", f"Attention sinks apart (before the norm, median over sites{others}; above are all tokens):", "",
              "| tokens | count | angle to uniform | norm |", "| --- | --- | --- | --- |"]  # fmt: skip
-    for group, name in names.items():
+    for group, name in GROUP_LABELS.items():
         part = keep[keep.tokens == group]
         if len(part):
             lines.append(

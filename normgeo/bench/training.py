@@ -36,6 +36,7 @@ from normgeo.system.timing import circumstances, interleaved, synchronize
 from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
+from normgeo.training.train import adamw
 from normgeo.training.twins import build_twin
 
 __all__ = ["FORMS", "PARTS", "Task", "ablated", "bench_training", "breakdown", "images", "task_of", "text"]
@@ -239,11 +240,9 @@ def _step(task: Task, model: PreTrainedModel, whole: PreTrainedModel | None = No
     parameters, adam = [*model.parameters(), *(whole.parameters() if whole else ())], None
     options = {"use_cache": False} if "input_ids" in task.inputs else {}
     if whole is None:
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": task.recipe.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, task.recipe.beta2))
+        adam = adamw(model, task.recipe)
+        for group in adam.param_groups:
+            group["lr"] = 0.0  # all rounds are of the same weights
 
     def clock() -> float:
         synchronize(model.device)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "alone", "check_file", "check_folder", "claimed", "disk_explained", "emptied", "is_full", "numbered", "taken",
-    "whole_directory", "write_json", "write_table", "write_whole",
+    "unreadable", "whole_directory", "write_json", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL, LOCK = ".partial", ".lock"
@@ -224,6 +224,14 @@ def write_json(path: Path, value: Any) -> None:
     """
     with disk_explained(path.parent):
         write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def unreadable(path: Path | str, error: Exception, instead: str) -> RunError:
+    """What is said of a record that is damaged, or lacks what this version of normgeo reads or has what it does not."""
+    return RunError(
+        f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
+        f"with that version, or {instead}"
+    )
 
 
 def is_full(error: BaseException | None) -> bool:

@@ -130,14 +130,21 @@ class Ranks:
             self._get(f"{name}/{other}", other)
 
     def _get(self, name: str, of: int = 0) -> bytes:
-        """Wait for what a process says as long as it lives, and not in C, where signals would wait too."""
+        """Wait for what a process says as long as it lives, and not in C, where signals would wait too.
+
+        Raises:
+            SystemExit: silently, where it is the first and failed.
+            NormGeoError: another failed, or was not heard of for long.
+        """
         heard, at = b"", time.monotonic()
         with self._reached() as store:
             while not store.check([name]):
                 now, beat = time.monotonic(), f"alive/{of}"
-                if of and store.check([beat]) and (last := store.get(beat)) != heard:
+                if store.check([beat]) and (last := store.get(beat)) != heard:
                     heard, at = last, now
                 if heard == FAILED and not store.check([name]):
+                    if of == 0:
+                        raise SystemExit(1)
                     raise NormGeoError(f"process {of} of the run failed, and says why itself; {SAFE}")
                 if of and now - at > SILENCE_SECONDS:
                     raise NormGeoError(f"process {of} of the run was not heard of for {now - at:.0f} s; {SAFE}")
@@ -158,8 +165,9 @@ class Ranks:
         """While inside, the first process hears that this one lives, and at the end of it whether it failed.
 
         A launcher ends all processes when one dies. Others do not (`srun`, a shell), and the first would wait forever.
+        Of the first the others hear whether it failed; if it dies, so does what all share.
         """
-        if self.store is None or self.rank == 0:
+        if self.store is None:
             yield
             return
         store, over = self.store, threading.Event()
@@ -172,14 +180,16 @@ class Ranks:
                         return
 
         beating = threading.Thread(target=beat, daemon=True)
-        beating.start()
+        if self.rank:
+            beating.start()
         failed = True
         try:
             yield
             failed = False
         finally:
             over.set()
-            beating.join()
+            if self.rank:
+                beating.join()
             if failed:
                 with suppress(RuntimeError):
                     store.set(f"alive/{self.rank}", FAILED.decode())

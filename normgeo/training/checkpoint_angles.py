@@ -36,12 +36,12 @@ from normgeo.system.files import (
     disk_explained,
     emptied,
     taken,
+    unreadable,
     whole_directory,
     write_json,
     write_whole,
 )
 from normgeo.training import figures as training_figures
-from normgeo.training.state import unreadable
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 

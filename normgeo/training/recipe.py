@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["MOST", "NORMS", "SIZES", "Recipe", "described", "is_kept", "learning_rate", "recipe_for"]
+__all__ = ["MOST", "NORMS", "SIZES", "Recipe", "is_kept", "learning_rate", "recipe_for"]
 
 NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
 """The twins there are; `both` on the command line is the first two."""
@@ -114,11 +114,6 @@ def recipe_for(size: str, **changes: Any) -> Recipe:
     if size not in SIZES:
         raise NormGeoError(f"no size {size!r}; the sizes are {', '.join(SIZES)}")
     return replace(SIZES[size], **{k: v for k, v in changes.items() if v is not None})
-
-
-def described(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain data, for the records."""
-    return asdict(recipe)
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:

@@ -26,13 +26,13 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
-from normgeo.system.files import alone, check_folder, numbered, taken, whole_directory, write_json
+from normgeo.system.files import alone, check_folder, numbered, taken, unreadable, whole_directory, write_json
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, open_corpus
 from normgeo.training.log import tensorboard
-from normgeo.training.recipe import MOST, NORMS, Recipe, described
-from normgeo.training.state import checkpoint_path, unreadable
+from normgeo.training.recipe import MOST, NORMS, Recipe
+from normgeo.training.state import checkpoint_path
 from normgeo.training.train import train
 from normgeo.training.twins import train_tokenizer
 
@@ -104,7 +104,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
     record = {
-        "config": asdict(config.absolute()), "recipe": described(recipe), **given.about(), "status": "running",
+        "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
     }  # fmt: skip

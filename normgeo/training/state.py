@@ -18,20 +18,11 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from normgeo.errors import RunError
-from normgeo.system.files import whole_directory
+from normgeo.system.files import unreadable, whole_directory
 
-__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state", "unreadable"]
+__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state"]
 
 AFRESH = "remove it, and the run starts from its beginning"
-
-
-def unreadable(path: Path, error: Exception, instead: str) -> RunError:
-    """What is said of a record that is damaged, or lacks what this version of normgeo reads or has what it does not."""
-    return RunError(
-        f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
-        f"with that version, or {instead}"
-    )
 
 
 def _states(folder: Path) -> list[Path]:

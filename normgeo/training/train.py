@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
-from normgeo.system.files import whole_directory, write_json
+from normgeo.system.files import unreadable, whole_directory, write_json
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
 from normgeo.training.accelerators import check_sharding, ready, start_accelerator
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
-from normgeo.training.recipe import Recipe, described, is_kept, learning_rate
-from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state, unreadable
+from normgeo.training.recipe import Recipe, is_kept, learning_rate
+from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state
 from normgeo.training.twins import build_twin, evaluate, save_twin
 
-__all__ = ["Trainer", "train"]
+__all__ = ["Trainer", "adamw", "train"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 COLUMNS = ("train_loss", "gradient_norm", "lr", "held_out_loss")
@@ -81,7 +82,7 @@ class Trainer:
         with torch.device("meta"):
             self._empty = type(built)(built.config)
         self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
-        self._adam = _adamw(self.model, recipe)
+        self._adam = adamw(self.model, recipe)
         self._wrapped, self._optimizer = self.accelerator.prepare(self.model, self._adam)
         for name in ("forward", "_original_forward"):  # mixed precision is for training, not for evaluation
             self.model.__dict__.pop(name, None)
@@ -207,7 +208,7 @@ class Trainer:
         values = self._values()
         if self.accelerator.is_main_process:
             note = {
-                "norm": self.norm, "step": self.step, "recipe": described(self.recipe),
+                "norm": self.norm, "step": self.step, "recipe": asdict(self.recipe),
                 "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
                 "held_out": None if held_out is None else held_out.digest,
                 "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
@@ -286,7 +287,8 @@ def _mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def _adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+def adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+    """The optimizer of a recipe, with decoupled decay on matrices alone."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
