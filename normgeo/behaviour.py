@@ -89,7 +89,7 @@ def _without_hooks(module: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
     for part in module.modules():
         instead |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
         made = (value for value in vars(part).values() if isinstance(value, Tensor))
-        instead |= {id(value): value.detach().to(dtype if value.is_floating_point() else None) for value in made}
+        instead |= {id(value): value.detach().to(dtype) if value.is_floating_point() else value for value in made}
     return instead
 
 

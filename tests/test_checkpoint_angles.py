@@ -10,7 +10,7 @@ import pytest
 import zoo
 
 import normgeo.angles.job
-from normgeo import figures, load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles.runs import RunConfig
 from normgeo.errors import ModelError, NormGeoError, RunError
 from normgeo.training import checkpoint_angles
@@ -247,46 +247,6 @@ def test_one_step_has_one_tick(twins):
     figure.draw_without_rendering()
     low, high = figure.axes[0].get_xlim()
     assert [tick for tick in figure.axes[0].get_xticks() if low <= tick <= high] == [2]
-
-
-@pytest.fixture
-def depths(tmp_path):
-    """Two steps of a model of two layers, `a`, and of one of four, `b`, and what to measure them on."""
-    for name, layers in (("a", 2), ("b", 4)):
-        for step in (1, 2):
-            zoo.tiny("gpt2", step, n_layer=layers).save_pretrained(tmp_path / f"models/{name}/step-{step}")
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (4, 16)))
-    return tmp_path, RunConfig((), str(tmp_path / "ids.npy"), null=2, device="cpu")
-
-
-def test_models_of_other_depths_are_drawn_beside_each_other(depths):
-    folder, config = depths
-    frame = start_checkpoints(folder / "models", config, folder / "run", progress=False)
-    assert pd.read_parquet(folder / "run/angles.parquet").equals(frame)
-    drawn = {path.name for path in (folder / "run/figures").glob("*.png")}
-    assert drawn == {"layers-by-steps.png", "by-step-layer-1.png"} | {f"by-step-{d}.png" for d in figures.COLORS}
-
-    middle = training_figures.one_layer(frame, 1)
-    for k, model in enumerate("ab"):
-        here = frame[(frame.model == model) & (frame.site == "transformer.h.1.ln_1") & (frame.phase == "pre")]
-        points = {c.get_label(): c.lines[0].get_ydata().tolist() for c in middle.axes[3 * k].containers}
-        assert points == {"uniform vector": here[here.direction == "uniform"].mean_deg.tolist()}
-    short, deep = ([f"{k}: {role}" for k in range(n) for role in ("attention", "MLP")] + ["final"] for n in (2, 4))
-    by_row = [name for names in zip(short, deep, strict=False) for name in names] + deep[len(short) :]
-    lines = [axes for axes in training_figures.all_layers(frame, "uniform").axes if axes.get_visible()]
-    assert [axes.get_ylabel() for axes in lines] == by_row
-    maps = training_figures.heat_map(frame).axes[:4]
-    assert [[text.get_text() for text in axes.get_yticklabels()] for axes in maps] == [short, deep] * 2
-
-
-def test_models_without_a_common_layer_have_no_figure_of_one(depths):
-    folder, config = depths
-    frame = measure_checkpoints(find_checkpoints(folder / "models"), config, progress=False)
-    apart = frame[(frame.model == "b") == (frame.layer >= 2)]
-    assert training_figures.middle_layer(apart) is None
-    checkpoint_angles.draw(apart, folder)
-    drawn = {path.name for path in folder.glob("*.png")}
-    assert drawn == {"layers-by-steps.png"} | {f"by-step-{direction}.png" for direction in figures.COLORS}
 
 
 def test_what_was_measured_is_kept_where_a_figure_fails(twins, tmp_path, monkeypatch):

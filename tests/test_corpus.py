@@ -3,7 +3,6 @@
 import json
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -72,49 +71,6 @@ def test_a_stream_resumes_where_it_was(tmp_path, tokenizer):
     assert (after == tokenizer.eos_token_id).sum() > 20
     with pytest.raises(DataError, match=r"could not stream .*--data a file"):
         open_corpus("openwebtext", tokenizer, 16, 0)
-
-
-def test_without_a_network_the_hub_is_one_quick_error(normgeo, tmp_path, monkeypatch):
-    """Offline by setting, and by a hub that refuses connections, which clients would otherwise try again and again."""
-    for setting in ("offline", "refused"):
-        with monkeypatch.context() as patch:
-            if setting == "refused":
-                patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-                patch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-                patch.setattr(huggingface_hub.hf_api, "ENDPOINT", "http://127.0.0.1:9", raising=False)
-            patch.setattr(huggingface_hub.HfApi, "dataset_info", counted := Counted(huggingface_hub.HfApi.dataset_info))
-            patch.setattr(datasets, "load_dataset", None)  # not reached
-            status, _, error = normgeo("train", "--size", "70m", "--out", tmp_path / "new")
-        said = " ".join(error.split())
-        assert status == 1
-        assert said.startswith("error: could not stream Skylion007/openwebtext: ")
-        assert said.endswith("Without a network, give --data a file of text, or --data sample")
-        assert counted.times == 1
-        assert not (tmp_path / "new").exists()
-
-
-class Counted:
-    def __init__(self, function):
-        self.function, self.times = function, 0
-
-    def __call__(self, *args, **kwargs):
-        self.times += 1
-        return self.function(huggingface_hub.HfApi(), *args, **kwargs)
-
-
-def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
-    """What is asked of the hub, and the column that is read; what else a row holds is left aside."""
-    asked, documents = [], [{"text": "A fox.", "title": "no"}, {"text": "A dog.", "title": "no"}]
-
-    def load_dataset(*names, **options):
-        asked.append((names, options))
-        return datasets.IterableDataset.from_generator(lambda: iter(documents))
-
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    ids = open_corpus("openwebtext", tokenizer, 8, 0).take(1)[0].tolist()
-    assert tokenizer.decode(ids) == "A fox.<|endoftext|>A dog."
-    assert asked[0] == (("Skylion007/openwebtext",), {"split": "train", "streaming": True})
 
 
 def test_a_stream_of_which_nothing_is_left_is_refused(tokenizer):

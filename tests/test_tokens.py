@@ -368,37 +368,3 @@ def test_the_lengths_of_contexts_are_known_before_they_are_read(rows, width, con
     read = {batch.ids.shape[1] for batch in stream.batches(limit, 1)}
     assert stream.lengths(limit) == read
     assert stream.lengths(None) == {batch.ids.shape[1] for batch in stream.batches(None, 1)}
-
-
-# --- wikipedia -----------------------------------------------------------------------------------------------------
-
-
-def test_wikipedia_is_streamed_through_datasets(monkeypatch, tokenizer):
-    asked = []
-
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        return ({"id": i, "text": t} for i, t in enumerate(TEXTS))
-
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    stream = load_tokens("wikipedia", tokenizer, 8)
-    assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS)
-    assert set(map(repr, asked)) == {"(('wikimedia/wikipedia', '20231101.en'), {'split': 'train', 'streaming': True})"}
-    assert "wikimedia/wikipedia" in stream.source
-
-
-@pytest.mark.parametrize("while_reading", [False, True])
-def test_wikipedia_without_a_network_says_what_to_do(monkeypatch, tokenizer, while_reading):
-    def rows():
-        yield {"text": TEXTS[0]}
-        raise ConnectionError("no route to host")
-
-    def load_dataset(*_args, **_kwargs):
-        if while_reading:
-            return rows()
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    refused("wikipedia", tokenizer, "ConnectionError: no route to host.*--data sample")

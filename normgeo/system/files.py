@@ -217,13 +217,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole, or leave it as it was.
-
-    Raises:
-        RunError: the disk is full.
-    """
-    with disk_explained(path.parent):
-        write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+    """Write a JSON file as `write_whole` does."""
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def unreadable(path: Path | str, error: Exception, instead: str) -> RunError:

@@ -26,7 +26,16 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
-from normgeo.system.files import alone, check_folder, numbered, taken, unreadable, whole_directory, write_json
+from normgeo.system.files import (
+    alone,
+    check_folder,
+    disk_explained,
+    numbered,
+    taken,
+    unreadable,
+    whole_directory,
+    write_json,
+)
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, open_corpus
@@ -115,7 +124,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
                     with whole_directory(out / "tokenizer", replace=True) as scratch:
                         given.tokenizer.save_pretrained(scratch)
                 record["tokenizer_sha256"] = _tokenizer_digest(out)
-                write_json(out / "train.json", record)
+                with disk_explained(out):
+                    write_json(out / "train.json", record)
             state.wait_for_everyone()
             if given.tokenizer is not None:  # as a resumed run reads it, which notes where it comes from
                 given = given._replace(tokenizer=load_tokenizer(out / "tokenizer"))
@@ -276,5 +286,6 @@ def _train_all(
                 device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress, log=log,
             )  # fmt: skip
     if accelerate.PartialState().is_main_process:
-        write_json(out / "train.json", record | {"status": "complete"})
+        with disk_explained(out):
+            write_json(out / "train.json", record | {"status": "complete"})
     return {norm: checkpoint_path(out / norm, recipe.steps) for norm in config.norms}
