@@ -227,7 +227,7 @@ def read_documents(path: Path) -> Iterator[str]:
         DataError: the file is missing, of another format, or without the text it should have.
     """
     if not path.is_file():
-        raise DataError(f"no such data file: {path}")
+        raise DataError(f"no such data file: {path}; give the path of one, or sample, {', '.join(HUB)}")
     suffix = path.suffix.lower()
     if suffix == ".txt":
         yield _decoded(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
