@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+import huggingface_hub
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
@@ -23,6 +24,7 @@ from normgeo.models import EMBEDDED, TABLE_1, TwinConfig, TwinLMHeadModel, out_o
 
 __all__ = [
     "UNLOADABLE",
+    "commit_of",
     "config_and_class",
     "explained",
     "load_model",
@@ -169,6 +171,20 @@ def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str
     return path, {"revision": revision} if revision else {}
 
 
+def commit_of(name: str | Path, revision: str | None = None) -> str | None:
+    """The commit on the hub that a model was loaded from; None of what is no repository there.
+
+    Args:
+        name: what `load_model` took.
+        revision: likewise.
+    """
+    path, options = whence(name, revision)
+    if not _hub_id(path) or Path(path).is_dir():
+        return None
+    file = huggingface_hub.try_to_load_from_cache(path, "config.json", **options)
+    return Path(file).parent.name if isinstance(file, str) else None  # snapshots/COMMIT/config.json
+
+
 def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[PretrainedConfig, Any]:
     """The configuration of a checkpoint and the class that its model is of; `options` gets what loading it needs."""
     raw, _ = PretrainedConfig.get_config_dict(path, **options)
@@ -277,14 +293,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
         warnings.warn(f"{name} goes without its tokenizer: {line}", stacklevel=2)
         return None
     except Exception as error:  # what a missing one raises, by kind, and a damaged one
-        there = any(Path(path, file).is_file() for file in TOKENIZER_FILES)
-        if there or "trust_remote_code" in str(error):
-            own = "it brings its own code, which is run only with --trust-remote-code"
-            why = (
-                own
-                if "trust_remote_code" in str(error)
-                else f"its files are damaged ({' '.join(str(error).split())[:200]})"
-            )
+        if why := _why_unread(path, error):
             warnings.warn(f"{name} goes without its tokenizer: {why}", stacklevel=2)
         return None
     if tokenizer is None:
@@ -292,3 +301,13 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     # where a checkpoint has no vocabulary transformers makes one up, of special tokens alone
     made_up = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     return tokenizer if tokenizer.vocab_size > len(made_up) else None
+
+
+def _why_unread(path: str, error: Exception) -> str | None:
+    """Why there is a tokenizer that cannot be read; None where there is none."""
+    text = " ".join(str(error).split())[:200]
+    if "trust_remote_code" in str(error):
+        return "it brings its own code, which is run only with --trust-remote-code"
+    if any(Path(path, file).is_file() for file in TOKENIZER_FILES):
+        return f"its files are damaged ({text})"
+    return f"the hub does not give it ({text})" if isinstance(error, HfHubHTTPError) else None

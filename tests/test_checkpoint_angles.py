@@ -306,11 +306,9 @@ def call(monkeypatch, capsys):
 
 
 def test_options_without_effect_beside_checkpoints_are_refused(twins, tmp_path, call):
-    status, (_, error) = call(
-        "angles", "--checkpoints", twins, "--qk", "--keep", "scalars", "--revision", "foo", "--out", tmp_path / "run"
-    )
+    status, (_, error) = call("angles", "--checkpoints", twins, "--qk", "--keep", "scalars", "--out", tmp_path / "run")
     assert status == 1
-    assert "leave out --keep, --revision: beside --checkpoints only" in error
+    assert "leave out --keep: beside --checkpoints only" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

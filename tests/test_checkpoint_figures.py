@@ -1,4 +1,6 @@
-"""Figures by training step of models that have not all layers in common."""
+"""Figures by training step: of models that have not all layers in common, and of steps far apart."""
+
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -50,3 +52,16 @@ def test_models_without_a_common_layer_have_no_figure_of_one(depths):
     checkpoint_angles.draw(apart, folder)
     drawn = {path.name for path in folder.glob("*.png")}
     assert drawn == {"layers-by-steps.png"} | {f"by-step-{direction}.png" for direction in figures.COLORS}
+
+
+def test_steps_that_double_are_on_a_logarithmic_axis(depths):
+    """On a linear one, 1 to 512 would coincide beside 143,000; evenly spaced steps keep that."""
+    folder, config = depths
+    frame = measure_checkpoints(find_checkpoints(folder / "models")[:1], config, progress=False)
+    for steps, scale in (((0, 1, 2, 4, 512, 1000, 143000), "symlog"), ((0, 1000, 2000, 3000), "linear")):
+        several = pd.concat([frame.assign(step=step) for step in steps])
+        axes = training_figures.one_layer(several, 0).axes[0]
+        assert axes.get_xscale() == scale
+        marks = next(line for line in axes.get_lines() if len(line.get_xdata()) == len(steps))
+        at = [axes.transData.transform((step, 90))[0] for step in marks.get_xdata()]
+        assert min(b - a for a, b in pairwise(at)) > 0.02 * (at[-1] - at[0])

@@ -15,7 +15,7 @@ from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import HUB, name_of
-from normgeo.loading import load_model, load_tokenizer
+from normgeo.loading import commit_of, load_model, load_tokenizer
 from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
@@ -169,7 +169,7 @@ def prepare(
         "config": _lasting(json.loads(model.config.to_json_string(use_diff=False))),
         "parameters": model.num_parameters(),
         "weights_sha256": weights_digest(model),
-        "revision": getattr(model.config, "_commit_hash", None),
+        "revision": commit_of(name, config.revision),
         "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
         "tokenizer_sha256": None if is_ids or tokenizer is None else tokenizer_digest(tokenizer),
         "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),

@@ -56,10 +56,13 @@ def angles(
     keep: Annotated[
         str | None, typer.Option(help="scalars or none.", show_default="scalars for runs up to 2M tokens")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag on the hub; with --checkpoints patterns of them.")
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Measure every checkpoint below this directory, by training step.")
+        str | None,
+        typer.Option(help="Measure every checkpoint below this directory, or revision of a hub id, by training step."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="runs/<model>-<date>")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")] = None,
@@ -108,7 +111,7 @@ def angles(
     if checkpoints:
         refuse_beside(
             "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
-            "--null", "--null-every", "--seed", "--sites", "--qk", "--trust-remote-code", "--out",
+            "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
         )  # fmt: skip
         with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where, trust_remote_code):
             frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note)

@@ -11,6 +11,7 @@ figures/                  angles by step, of every layer and of the middle one o
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from normgeo.angles.runs import new_record, now, safe_name
 from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.hub import revisions
 from normgeo.system.files import (
     alone,
     check_folder,
@@ -46,27 +48,80 @@ from normgeo.training import figures as training_figures
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
 STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
+REVISION = re.compile(rf"(?:.*[-_/])?{STEP.pattern}(?:[-_/].*)?")
+"""Revisions tell more than the step: stage1-step1000-tokens3B."""
 MEASURED = (*SAME, "context")
 OF_A_MODEL = ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model after so many steps of training, and the name of what is trained."""
+    """A model after so many steps of training, and the name of what is trained.
+
+    Attributes:
+        model: the name.
+        step: how many steps.
+        path: what it is loaded from: a directory, or a repository of the hub.
+        revision: of the repository.
+    """
 
     model: str
     step: int
-    path: Path
+    path: Path | str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}@{self.revision}" if self.revision else str(self.path)
 
 
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints below a directory: those of `normgeo train`, or any directories named step-N or checkpoint-N.
+def find_checkpoints(where: Path | str, chosen: str | None = None) -> list[Checkpoint]:
+    """The checkpoints below a directory, or among the revisions of a repository of the hub.
 
-    Models are called what the directory around their checkpoints is, and where several are called so, by their path.
+    Args:
+        where: a directory, below which they are those of `normgeo train`, or any directories named step-N or
+            checkpoint-N. Models are called what the directory around their checkpoints is, and where several are called
+            so, by their path. Else a hub id, whose branches and tags have such names, alone or among others
+            (step1000-tokens4B).
+        chosen: of a repository only these revisions: names or patterns with commas between.
 
     Raises:
         ModelError: there are none, or two have one name and one step.
     """
+    if _on_hub(where):
+        found = _revisions(str(where), chosen)
+    elif chosen:
+        raise ModelError(f"{where} is on this machine, where it has no revision {chosen!r}: leave out --revision")
+    else:
+        found = _below(Path(where))
+    taken: dict[tuple[str, int], Checkpoint] = {}
+    for point in found:
+        if other := taken.get((point.model, point.step)):
+            which = ", by --revision" if point.revision else ""
+            raise ModelError(f"{point} and {other} have the same name and step; measure them apart{which}")
+        taken[point.model, point.step] = point
+    return sorted(found, key=lambda point: (point.model, point.step))
+
+
+def _on_hub(where: Path | str) -> bool:
+    return isinstance(where, str) and not Path(where).exists() and not Path(where).is_absolute()
+
+
+def _revisions(repository: str, chosen: str | None) -> list[Checkpoint]:
+    names = revisions(repository)
+    steps = {name: int(number[1]) for name in names if (number := REVISION.fullmatch(name))}
+    patterns = [pattern.strip() for pattern in chosen.split(",")] if chosen else ["*"]
+    for pattern in patterns:
+        if not fnmatch.filter(steps, pattern):
+            other = f"; {pattern} is a revision without a step in its name" if pattern in names else ""
+            raise ModelError(
+                f"no revision of {repository} that is {pattern!r} is named as a step of training is (step1000), of "
+                f"{len(names)}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}{other}"
+            )
+    wanted = {name for pattern in patterns for name in fnmatch.filter(steps, pattern)}
+    return [Checkpoint(repository, step, repository, name) for name, step in steps.items() if name in wanted]
+
+
+def _below(folder: Path) -> list[Checkpoint]:
     paths = [(path, STEP.fullmatch(path.name)) for path in sorted(_with_configuration(folder))]
     homes = {
         path: path.parent.parent if path.parent.name == "checkpoints" else path.parent
@@ -77,12 +132,7 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
     found = [Checkpoint(names[homes[path]], int(number[1]), path) for path, number in paths if number and path in homes]
     if not found:
         raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
-    taken: dict[tuple[str, int], Path] = {}
-    for point in found:
-        if other := taken.get((point.model, point.step)):
-            raise ModelError(f"{point.path} and {other} have the same name and step; measure them apart")
-        taken[point.model, point.step] = point.path
-    return sorted(found, key=lambda point: (point.model, point.step))
+    return found
 
 
 def _names(homes: set[Path], folder: Path) -> dict[Path, str]:
@@ -107,13 +157,19 @@ def _with_configuration(folder: Path) -> Iterator[Path]:
         seen.add(home)
 
 
-def default_stem(folder: Path) -> Path:
+def default_stem(where: Path | str) -> Path:
     """`runs/<folder>-checkpoints-<date>`, for `claimed`."""
-    return Path("runs") / f"{folder.resolve().name}-checkpoints-{datetime.date.today()}"
+    return Path("runs") / f"{Path(where).resolve().name}-checkpoints-{datetime.date.today()}"
 
 
-def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
-    """Measure every checkpoint in a new directory; see `measure_checkpoints`.
+def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
+    """Measure every checkpoint that `find_checkpoints` finds, in a new directory; see `measure_checkpoints`.
+
+    Args:
+        where: a directory, or a hub id.
+        config: as for one model; of a repository `revision` says which are chosen.
+        out: the new directory.
+        **options: of `measure_checkpoints`.
 
     Raises:
         RunError: the directory holds something, another process writes it, or the disk is full.
@@ -124,8 +180,8 @@ def start_checkpoints(folder: Path, config: RunConfig, out: Path, **options: Any
         if taken(out):
             hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
             raise RunError(f"{out} exists already; give another --out{hint}")
-        points, config = find_checkpoints(folder), config.absolute()
-        record = new_record(config) | {"checkpoints": str(folder.absolute())}
+        points, config = find_checkpoints(where, config.revision), config.absolute()
+        record = new_record(config) | {"checkpoints": str(where if _on_hub(where) else Path(where).absolute())}
         try:
             return _finish(points, config, out, record, **options)
         except NormGeoError:
@@ -149,7 +205,7 @@ def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options:
     if not isinstance(record, dict) or "checkpoints" not in record:
         return None
     try:
-        status, folder, config = record["status"], Path(record["checkpoints"]), record["config"]
+        status, where, config = record["status"], str(record["checkpoints"]), record["config"]
     except (KeyError, TypeError) as error:
         raise unreadable(out / "run.json", error, "start again in another directory") from error
     if status == "complete":
@@ -157,7 +213,7 @@ def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options:
     check_folder(out, "--resume")
     with alone(out):
         run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
-        return _finish(find_checkpoints(folder), run, out, record, **options)
+        return _finish(find_checkpoints(where, run.revision), run, out, record, **options)
 
 
 def _finish(
@@ -214,7 +270,8 @@ def measure_checkpoints(
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
         before = next((about for other, about in abouts.items() if other.model == point.model), None)
-        job = prepare(config, str(point.path), before=before, made=_whole)
+        of_point = replace(config, revision=point.revision)
+        job = prepare(of_point, str(point.path), before=before, made=_whole)
         about = job.about | {"sites": [site.key for site in job.sites]}
         where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
         for other, then in abouts.items():  # a table of one model is of one text, cut in one way

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
 from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, SINGLE, WIDTH, legend, styled
 
@@ -74,7 +74,12 @@ def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, Any]) -> None
             rows.step, rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color, markersize=2.5, elinewidth=0.7,
             capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
         )  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
+    steps = np.unique(here.step)
+    if np.median(steps) < steps[-1] / 10:  # 1, 2, 4, ..., 512, 1,000, 10,000: on a linear axis most would coincide
+        axes.set_xscale("symlog", linthresh=steps[steps > 0][0])
+        axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=steps[steps > 0][0]))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
 
 
 def middle_layer(frame: pd.DataFrame) -> int | None:
