@@ -8,7 +8,7 @@ import transformers as hf
 import zoo
 from typer.testing import CliRunner
 
-from normgeo import convert, load_model
+from normgeo import convert, decompress, load_model
 from normgeo.cli.main import app
 from normgeo.conversion.probing import looking_at, outputs_of
 from normgeo.errors import ModelError
@@ -88,3 +88,16 @@ def test_the_command_takes_outputs(clip, tmp_path, how):
     result = run("none", "--outputs", "logits")
     assert result.exit_code == 1
     assert not (tmp_path / "none").exists()
+
+
+def test_of_a_compressed_model_the_outputs_that_were_asked_for_come_back(clip, tmp_path):
+    """The others are streams, narrower by one while it is compressed."""
+    clip.save_pretrained(tmp_path / "clip")
+    for to, source, more in (("crmsnorm", "clip", ["--outputs", ", ".join(NEEDED)]), ("rmsnorm", "crmsnorm", [])):
+        words = ["convert", str(tmp_path / source), str(tmp_path / to), "--to", to, *more]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+    conversion = decompress(load_model(tmp_path / "crmsnorm"))
+    assert conversion.certificate.outputs == NEEDED
+    for model in (conversion.model, load_model(tmp_path / "rmsnorm")):
+        assert max(e for key, e in errors(clip, model).items() if "last_hidden" not in key) < 1e-5

@@ -281,3 +281,23 @@ def test_a_perplexity_is_of_what_follows_in_the_same_text():
         zoo.tiny("gpt2"), certify_on=[{"input_ids": ids[0], "logits_to_keep": torch.tensor([2])}]
     ).certificate
     assert certificate.tokens == 0
+
+
+class Scaled(torch.nn.Module):
+    """A LayerNorm that calls its gain and bias otherwise."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.scale, self.shift, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.scale + self.shift
+
+
+@pytest.mark.parametrize(("width", "heads"), [(32, 4), (33, 3)])
+def test_a_gain_of_another_name_is_found_at_every_width(width, heads):
+    model = zoo.tiny("gpt2", n_embd=width, n_head=heads)
+    for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.LayerNorm)]:
+        model.set_submodule(name, Scaled(norm))
+    assert len(convert(model).replaced) == 5

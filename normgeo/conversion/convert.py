@@ -25,7 +25,17 @@ from normgeo.conversion.certify import Certificate, certificate_inputs, certify,
 from normgeo.conversion.checks import check_convertible, check_inputs, check_options, check_unconverted
 from normgeo.conversion.compression import compress, expand, fold
 from normgeo.conversion.gauge import Gauge, find_gauge
-from normgeo.conversion.probing import INVISIBLE, Place, float64_copy, looking_at, outputs_of, same, tied, untie
+from normgeo.conversion.probing import (
+    INVISIBLE,
+    Place,
+    float64_copy,
+    looked_at,
+    looking_at,
+    outputs_of,
+    same,
+    tied,
+    untie,
+)
 from normgeo.conversion.reaching import reaching_inputs
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import parametrized, trains_as
@@ -134,7 +144,7 @@ def _converted(
     *, keep_tie: bool, fold_affine: bool, padded: bool,
 ) -> Conversion:  # fmt: skip
     exact = float64_copy(model)
-    recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": []}
+    recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": [], "outputs": list(looked_at())}
     means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
     chosen, kept, untouched = _sorted(gauge, means, to)
     centered = to != "naive-rmsnorm"
@@ -201,11 +211,12 @@ def decompress(model: PreTrainedModel) -> Conversion:
     dtypes = {name: value.dtype for name, value in stored}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
-    inputs = reaching_inputs(exact)
-    sites = [site for site in find_sites(exact, inputs) if site.name in recipe["norms"]]
-    counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
-    compared = inputs, *certificate_inputs(model)
-    certificate = certify(float64_copy(model), exact, model, result, compared, site_mean=0.0, counts=counts)
+    with looking_at(recipe.get("outputs", ())):  # others may be streams, which are wider now
+        inputs = reaching_inputs(exact)
+        sites = [site for site in find_sites(exact, inputs) if site.name in recipe["norms"]]
+        counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
+        compared = inputs, *certificate_inputs(model)
+        certificate = certify(float64_copy(model), exact, model, result, compared, site_mean=0.0, counts=counts)
     certificate = replace(certificate, headless=False)  # what norms were folded into may be the head
     if not certificate.passed:
         raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
@@ -319,17 +330,15 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
     x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
     x[:, 1::2] = -1.0
-    x[:, : site.d % 2] = 0.0
     act = norm.forward  # without hooks: it may be recentered
     beta = act(torch.zeros_like(x))[0]
     stored: Any = getattr(norm, "weight", None)
     centered = x - x.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
     odd = (act(x) - act(-x))[0] / 2
-    gamma = torch.where(y[0] != 0, odd / y[0], torch.zeros_like(odd))
+    gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d
     for candidate in (stored, None if stored is None else stored + 1):
-        known = y[0] != 0
-        if candidate is not None and torch.allclose(candidate[known], gamma[known], rtol=1e-6, atol=1e-9):
+        if candidate is not None and torch.allclose(candidate, gamma, rtol=1e-6, atol=1e-9):
             return candidate.detach(), beta
     return gamma, beta
 
