@@ -161,13 +161,14 @@ class RMSNorm(_Norm):
         if x.shape[-1:] != (self.d,) or (x.is_cpu and not self.centered):
             return super().plain(x)
         weight, bias = self.weight, self.bias
-        if weight is None:  # without affine parameters torch's takes twice the time in float32
+        if weight is None and x.is_cpu:  # without affine parameters torch's takes twice the time in float32
             weight = x.new_ones(self.d)
-        elif self.offset:
+        elif weight is not None and self.offset:
             weight = weight.float() + self.offset
-        if weight.dtype is not x.dtype or (bias is not None and bias.dtype is not x.dtype):
+        if any(p is not None and p.dtype is not x.dtype for p in (weight, bias)):
             return super().plain(x)
         if x.is_cpu:
+            assert weight is not None
             z = _by_layer_norm(x, weight, bias, self.eps)
             return super().plain(x) if z is None else z
         z = torch.rms_norm(x, (self.d,), weight, self.eps)

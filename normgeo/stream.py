@@ -251,7 +251,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
     accepted = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
     with in_memory(model, batch), uncompiled():
-        ids = torch.from_numpy(batch.ids).to(model.device)
+        ids = torch.from_numpy(batch.ids).to(model.device, non_blocking=model.device.type == "cuda")
         if "decoder_input_ids" in accepted:
             options["decoder_input_ids"] = ids
         return model(input_ids=ids, **options)

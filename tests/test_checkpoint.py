@@ -293,13 +293,13 @@ def test_the_command_decompresses_what_cannot_be_measured(tmp_path):
 def test_a_failed_certificate_exits_with_1_and_writes_nothing(tmp_path, monkeypatch):
     from normgeo.conversion import convert as conversion
 
-    real = conversion._replace
+    real = conversion.replace_norms
 
     def wrong(model, sites, recipe):
         real(model, sites, recipe)
         model.get_submodule(sites[0].name).bias.zero_()
 
-    monkeypatch.setattr(conversion, "_replace", wrong)
+    monkeypatch.setattr(conversion, "replace_norms", wrong)
     result, error = run("embedded-layernorm", tmp_path / "out")
     assert isinstance(error, ConversionError)
     assert "not equal to its original" in str(error)

@@ -322,14 +322,14 @@ def test_a_module_called_twice_is_no_place_to_recenter():
 
 
 def test_a_conversion_that_is_not_equal_gives_no_model(monkeypatch):
-    real = module._replace
+    real = module.replace_norms
 
     def wrong(model, sites, recipe):
         for spec in recipe["norms"].values():
             spec["eps"] *= 1000
         real(model, sites, recipe)
 
-    monkeypatch.setattr(module, "_replace", wrong)
+    monkeypatch.setattr(module, "replace_norms", wrong)
     with pytest.raises(ConversionError, match="not equal to its original"):
         convert(tiny("gpt2", layer_norm_epsilon=1e-3))
 

@@ -289,7 +289,26 @@ def test_a_kernel_that_computes_something_else_is_found_out(wrong, converted, mo
 @torch.no_grad()
 def test_the_kernels_of_large_inputs_are_compared_on_small_ones(converted, monkeypatch):
     paid, add_norm = [], norm_ops.add_norm_
-    monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: paid.append(norm_ops._pays(a[1], a[6])) or add_norm(*a))
+
+    def noted(residual, x, weight, bias, eps, offset, kind, over):
+        paid.append(norm_ops._pays(residual, weight, offset, kind))
+        return add_norm(residual, x, weight, bias, eps, offset, kind, over)
+
+    monkeypatch.setattr(norm_ops, "add_norm_", noted)
     optimize(converted("gpt2"))
     assert set(paid) == {True}
-    assert not norm_ops._pays(torch.ones(2, 8), "rmsnorm")
+
+
+@torch.no_grad()
+def test_small_inputs_are_torchs_where_that_has_a_kernel():
+    """A launch from Python costs more than one of torch's; where gamma is of another dtype, or has an offset, it makes
+    seven.
+    """
+    small, large, gamma = torch.ones(2, 8), torch.empty(1).expand(1 << 11, 1 << 10), torch.ones(8)
+    for x, weight, offset, kind, pays in (
+        (small, gamma, 0.0, "rmsnorm", False), (small, None, 0.0, "rmsnorm", False),
+        (small, gamma, 0.0, "layernorm", False), (small, gamma, 1.0, "rmsnorm", True),
+        (small, gamma.bfloat16(), 0.0, "rmsnorm", True), (small, gamma, 0.0, "crmsnorm", True),
+        (large, gamma, 0.0, "rmsnorm", True),
+    ):  # fmt: skip
+        assert norm_ops._pays(x, weight, offset, kind) is pays

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -266,12 +267,25 @@ def test_a_model_over_all_gpus_needs_a_machine_of_its_own(monkeypatch):
         Ranks(1, 2, 1, HashStore()).take_gpu("auto", "auto")
 
 
-def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):
+@pytest.mark.parametrize("there", [1, 2])
+def test_every_process_has_a_gpu_of_its_own(there, monkeypatch):
+    """Under torchrun all processes see all GPUs of a machine, under srun each may see its own alone."""
+    taken, gpus = [], [f"GPU-{n}" for n in range(there)]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(NormGeoError, match="process 1 of this machine has no GPU: there are 1;"):
-        Ranks(1, 2, 1, HashStore()).take_gpu("auto", None)
-    Ranks(1, 2, 1, HashStore()).take_gpu("cpu", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda n: SimpleNamespace(uuid=gpus[n]))
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    store = HashStore()
+    for local in range(there):
+        Ranks(local, there + 1, local, store).take_gpu("auto", None)
+    assert taken == list(range(there))
+    last = Ranks(there, there + 1, there, store)
+    with pytest.raises(NormGeoError, match=f"process {there} of this machine has no GPU of its own: it sees {there};"):
+        last.take_gpu("cuda", None)
+    last.take_gpu("cpu", None)
+    gpus[:] = ["GPU-other"]
+    last.take_gpu("auto", None)
+    assert taken == [*range(there), 0]
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class AngleStatistics:
         self._units: dict[tuple[int, torch.device], Tensor] = {}
         self._gram = {d: (v.units @ v.units[0]).to(self.home) for d, v in directions.items()}
         self._pools: dict[tuple, _Pool] = {}
+        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._n_tokens = 0
         self.scalars: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
@@ -185,7 +186,7 @@ class AngleStatistics:
         if phase == "post":
             self._accumulate(alike, 2, [length], degrees, sines)
             return
-        eps = torch.tensor([self.sites[i].eps for i in alike], dtype=torch.float32, device=self.home)[:, None]
+        eps = self._alike(alike)[1]
         if not turns:  # where nothing is subtracted the angles of the standardized vector are the input's
             self._accumulate(alike, 0, [length, standardized_norm(length, site.d, eps)], degrees, sines)
             return
@@ -201,6 +202,13 @@ class AngleStatistics:
     def _keep(self, alike: list[int], phase: str, norm: Tensor, degrees: Tensor) -> None:
         for i, site in enumerate(alike):
             self.scalars[site, phase] = norm[i], degrees[i]
+
+    def _alike(self, sites: list[int]) -> tuple[Tensor, Tensor]:
+        """Their indices and eps [sites, 1]: the same in every batch, and copying them to a device waits for it."""
+        if (found := self._known.get(key := tuple(sites))) is None:
+            eps = torch.tensor([self.sites[i].eps for i in sites], dtype=torch.float32, device=self.home)[:, None]
+            found = self._known[key] = torch.tensor(sites, device=self.home), eps
+        return found
 
     def _vector_groups(self, vectors: int) -> Tensor:
         if vectors not in self._groups:
@@ -220,7 +228,7 @@ class AngleStatistics:
             sines: cos(theta).
             turns: add up the angle between x and y too, arcsin(|x.û| / |x|), which is |90 - theta| from û.
         """
-        where, block = torch.tensor(alike, device=self.home), torch.stack(norms, 1)
+        where, block = self._alike(alike)[0], torch.stack(norms, 1)
         histogram = Histogram(self.state["histogram"], where, phase)
         found = kernels.tally(block, degrees, sines, self._vector_groups(block.shape[2]), histogram)
         sums = found.sums.transpose(0, 1)

@@ -22,8 +22,9 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from normgeo.conversion.centering import SIDE
-from normgeo.conversion.convert import affine_of, convert
+from normgeo.conversion.convert import convert
 from normgeo.conversion.optimize import optimize
+from normgeo.conversion.replacing import affine_of
 from normgeo.conversion.shallow import gauge_of
 from normgeo.converted import put
 from normgeo.errors import ModelError, NormGeoError

@@ -134,12 +134,22 @@ def _runs(
     x[..., -1] = residual[..., -1] = 0  # one input for all, padded or not: another would have to come into the caches
     gamma, beta = (torch.randn(d, generator=generator) for _ in range(2))
     x, residual, gamma, beta = (v.to(device, dtype) for v in (x, residual, gamma, beta))
-    copied = torch.empty_like(x)
     if backward:
-        return _with_gradients(x, residual, gamma, beta) | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
+        return _with_gradients(x, residual, gamma, beta) | _copies(x)
     runs = _plain(x, gamma, beta) | _fused(x, residual, gamma, beta)
     _check(runs, x, residual, gamma, beta)
-    return runs | {"clone": x.clone, "copy": lambda: copied.copy_(x)}
+    return runs | _copies(x)
+
+
+def _copies(x: Tensor) -> dict[str, Callable]:
+    """What passing over the same memory takes, into new memory and into that of before.
+
+    On CUDA a kernel reads and writes it: in a graph torch's own copies are the driver's, of no even speed.
+    """
+    copied = torch.empty_like(x)
+    if x.device.type == "cuda":
+        return {"clone": x.neg, "copy": lambda: torch.neg(x, out=copied)}
+    return {"clone": x.clone, "copy": lambda: copied.copy_(x)}
 
 
 def _norm(cls: type, width: int, gamma: Tensor, beta: Tensor, **options: bool) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, center
-from normgeo.conversion.probing import INVISIBLE, Place, outputs_of, site_inputs
+from normgeo.conversion.probing import INVISIBLE, Place, generic_copy, outputs_of, site_inputs
 from normgeo.converted import recenter_at
 from normgeo.sites import NormSite
 
@@ -27,14 +27,30 @@ SIDE = ("qk", "inner", "head")
 
 
 def center_all(
-    exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], recipe: dict[str, Any]
+    exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], recipe: dict[str, Any], *, structure: bool = False
 ) -> dict[str, float]:
-    """Center all that writes; the mean that is left at each LayerNorm."""
+    """Center all that writes; the mean that is left at each LayerNorm.
+
+    Args:
+        exact: the model in float64, which is changed.
+        gauge: its gauge.
+        inputs: what reaches all that writes.
+        recipe: it gets the tables that were centered, and where activations are recentered.
+        structure: recenter them also where the present values have no mean, as those of a new model's norms: for what
+            must hold of all values.
+    """
     center_writers(dict(exact.named_parameters()), gauge)
     for name, axis in gauge.tables:
         center(exact.get_buffer(name), axis)
     recipe["tables"] = [name for name, _ in gauge.tables]
-    places = recenter_sources(exact, gauge, inputs)
+    if structure:
+        probe = generic_copy(exact, inputs)
+        center_writers(dict(probe.named_parameters()), gauge)
+        places = recenter_sources(probe, gauge, inputs)
+        for place in places:
+            recenter_at(exact, *place)
+    else:
+        places = recenter_sources(exact, gauge, inputs)
     recipe["recenter"] = [[*place, "keep"] for place in places]
     return site_means(exact, gauge.layernorms, inputs)
 

@@ -37,6 +37,7 @@ from normgeo.conversion.probing import (
     untie,
 )
 from normgeo.conversion.reaching import reaching_inputs
+from normgeo.conversion.replacing import replace_norms, spec_of, wide
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
@@ -145,11 +146,11 @@ def _converted(
 ) -> Conversion:  # fmt: skip
     exact = float64_copy(model)
     recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": [], "outputs": list(looked_at())}
-    means = center_all(exact, gauge, inputs, recipe) if to != "naive-rmsnorm" else {}
+    means = center_all(exact, gauge, inputs, recipe, structure=to == "crmsnorm") if to != "naive-rmsnorm" else {}
     chosen, kept, untouched = _sorted(gauge, means, to)
     centered = to != "naive-rmsnorm"
-    recipe["norms"] = {site.name: _spec(exact.get_submodule(site.name), site, centered) for site in chosen}
-    _replace(exact, chosen, recipe)
+    recipe["norms"] = {site.name: spec_of(exact.get_submodule(site.name), site, centered) for site in chosen}
+    replace_norms(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
     if to == "crmsnorm":
@@ -244,9 +245,9 @@ def _trainable(
 ) -> Conversion:
     converted, places, means = parametrized(model, gauge, inputs)
     chosen, kept, untouched = _sorted(gauge, means, "rmsnorm")
-    norms = {site.name: _spec(_wide(model, site), site) for site in chosen}
+    norms = {site.name: spec_of(wide(model, site), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
-    _replace(converted, chosen, recipe)
+    replace_norms(converted, chosen, recipe)
     trains_as(model, converted, norms)
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
@@ -297,50 +298,6 @@ def _reason(site: NormSite, means: dict[str, float], gauge: Gauge) -> str:
     if who := gauge.raw.get(site.key):
         return f"{share} is read by {', '.join(who[:3])}{' and others' if len(who) > 3 else ''} as well"
     return f"{share} is seen by an output, or is carried by no parameter and crosses no module's boundary"
-
-
-def _spec(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, Any]:
-    gamma, _ = affine_of(norm, site)
-    stored: Any = getattr(norm, "weight", None)
-    is_offset = stored is not None and torch.allclose(stored + 1, gamma, rtol=1e-6, atol=1e-9)
-    return {
-        "kind": "rmsnorm", "d": site.d, "eps": site.eps, "affine": site.gain or site.bias, "bias": site.bias,
-        "offset": float(is_offset), "centered": centered,
-    }  # fmt: skip
-
-
-def _replace(model: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
-    """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm."""
-    values = {site.name: affine_of(_wide(model, site), site) for site in sites}
-    rebuild(model, {"norms": recipe["norms"]})
-    for name, (gamma, beta) in values.items():
-        new: Any = model.get_submodule(name)
-        if new.weight is not None:
-            new.weight.copy_(gamma - new.offset)
-        if new.bias is not None:
-            new.bias.copy_(beta)
-
-
-def _wide(model: PreTrainedModel, site: NormSite) -> nn.Module:
-    return copy.deepcopy(model.get_submodule(site.name)).double()
-
-
-def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
-    """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x)."""
-    like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
-    x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
-    x[:, 1::2] = -1.0
-    act = norm.forward  # without hooks: it may be recentered
-    beta = act(torch.zeros_like(x))[0]
-    stored: Any = getattr(norm, "weight", None)
-    centered = x - x.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
-    odd = (act(x) - act(-x))[0] / 2
-    gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d
-    for candidate in (stored, None if stored is None else stored + 1):
-        if candidate is not None and torch.allclose(candidate, gamma, rtol=1e-6, atol=1e-9):
-            return candidate.detach(), beta
-    return gamma, beta
 
 
 # --- the converted model ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite, is_leaf
 
 __all__ = [
-    "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "looked_at", "looking_at", "made_generic", "outputs_of",
+    "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "generic_copy", "looked_at", "looking_at", "outputs_of",
     "plain_norms", "same", "site_inputs", "tied", "traced", "untie",
 ]  # fmt: skip
 
@@ -109,8 +109,9 @@ def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedMod
 
 
 @torch.no_grad()
-def made_generic(probe: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
-    """Move every value of the probe a little, in place; whether it still runs."""
+def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: bool = False) -> PreTrainedModel:
+    """A copy as `float64_copy` gives it, with every value moved a little, unless some must be what they are to run."""
+    probe = float64_copy(model, tied=tied)
     generator = torch.Generator().manual_seed(0)
     for parameter in probe.parameters():
         size = max(float(parameter.abs().mean()), 0.02)
@@ -119,8 +120,8 @@ def made_generic(probe: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
     try:
         outputs_of(probe, inputs)
     except ModelError:
-        return False
-    return True
+        return float64_copy(model, tied=tied)
+    return probe
 
 
 def plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:

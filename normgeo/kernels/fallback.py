@@ -83,43 +83,35 @@ def moments(cosines: Tensor, out: Tensor) -> None:
 
 
 def tally(norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums) -> None:
-    """Fill `out` and add to the histogram. Sums of whole numbers are exact in any order."""
-    members = [(group == g).nonzero()[:, 0] for g in range(3)]
-    inside = torch.stack([group == g for g in range(3)], 1).double()
+    """Fill `out` and add to the histogram. Sums of whole numbers are exact in any order.
+
+    Nothing here depends on how many vectors count: who asks a device for that waits for all that it was given to do.
+    """
+    inside = torch.stack([group == g for g in range(3)], 1)
     step = max(1, (ELEMENTS if degrees.device.type == "cpu" else ON_A_DEVICE) // max(1, degrees[0].numel()))
     for i in range(0, len(degrees), step):
         some = slice(i, i + step)
         here = Histogram(histogram.counts, histogram.sites[some], histogram.phase)
-        _tally(norms[some], degrees[some], sines[some], members, inside, here, Sums(*(t[some] for t in out)))
+        _tally(norms[some], degrees[some], sines[some], inside, here, Sums(*(t[some] for t in out)))
 
 
-def _tally(
-    norms: Tensor,
-    degrees: Tensor,
-    sines: Tensor,
-    members: list[Tensor],
-    inside: Tensor,
-    histogram: Histogram,
-    out: Sums,
-) -> None:
-    """The same for a few sites, from the indices of each group's vectors and from what is 1 inside it, [vectors, 3]."""
+def _tally(norms: Tensor, degrees: Tensor, sines: Tensor, inside: Tensor, histogram: Histogram, out: Sums) -> None:
+    """The same for a few sites; `inside` says which vectors are in each group, [vectors, 3]."""
     counts = (norms[:, 0] > 0) & torch.isfinite(norms[:, 0] + degrees.sum(1))
     wide = degrees.double()
     units = wide * UNIT
     bins = wide.neg_().add_(90.0).mul_(100.0).nan_to_num_().clamp_(0, BINS - 1).to(torch.int64)
     bins += (histogram.sites[:, None, None] * 9 + torch.arange(3, device=bins.device)[:, None]) * BINS
-    flat = bins[counts[:, None].expand_as(bins)]
+    flat, ones = bins.flatten(), counts[:, None].expand_as(bins).flatten().to(torch.int64)
     for p in range(histogram.phase, histogram.phase + norms.shape[1]):
-        histogram.counts.view(-1)[p * 3 * BINS :].index_add_(0, flat, torch.ones_like(flat))
+        histogram.counts.view(-1)[p * 3 * BINS :].index_add_(0, flat, ones)
     values = torch.cat([
         counts[:, None], ~counts[:, None], units, (units * units).mul_(1 / UNIT).round_(),
         (sines * sines).mul_(ENERGY_UNIT).round_(), units[:, :1].abs(), (norms.double() * UNIT).round_(),
     ], 1)  # fmt: skip
-    if not counts.all():
-        values[:, 2:].masked_fill_(~counts[:, None], 0.0)
-    out.sums.copy_((values @ inside).mT)
-    for edge, empty, reduce in ((out.least, torch.inf, torch.amin), (out.most, -torch.inf, torch.amax)):
-        seen = units.masked_fill(~counts[:, None], empty)
-        for g, rows in enumerate(members):
-            if len(rows):
-                edge[:, g] = reduce(seen.index_select(-1, rows), -1)
+    values[:, 2:].masked_fill_(~counts[:, None], 0.0)
+    out.sums.copy_((values @ inside.double()).mT)
+    for g in range(3):
+        outside = ~(counts & inside[:, g])[:, None]
+        out.least[:, g] = units.masked_fill(outside, torch.inf).amin(-1)
+        out.most[:, g] = units.masked_fill(outside, -torch.inf).amax(-1)

@@ -40,6 +40,7 @@ KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 """What there are kernels for; the numbers are those of `norms.h`. LayerNorm is there to compare with."""
 WIDEST = 16384  # numbers a row, on CUDA
 LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than torch's one, or two (an estimate)
+FUSED = frozenset({"layernorm", "rmsnorm"})  # torch has a kernel of its own for these
 _for_nothing = ContextVar("launches cost nothing", default=False)
 
 
@@ -176,13 +177,16 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda(x.device) is not None
 
 
-def _pays(x: Tensor, kind: str) -> bool:
-    """Whether a launch from Python costs less than it saves: in torch CRMSNorms, and norms with gradients, are seven.
+def _pays(x: Tensor, weight: Tensor | None, offset: float, kind: str) -> bool:
+    """Whether a launch from Python costs less than it saves: in torch norms that it has no kernel for are seven.
+
+    Those are CRMSNorms, norms with gradients, and those whose gamma is of another dtype or has an offset.
 
     The same while a graph is recorded as before: kernels cannot be loaded then.
     """
     least = LAUNCH >> 4 if is_grad_enabled() else LAUNCH
-    return x.numel() >= least or kind.startswith("crmsnorm") or _for_nothing.get()
+    fused = kind in FUSED and not offset and (weight is None or weight.dtype is x.dtype)
+    return x.numel() >= least or not fused or _for_nothing.get()
 
 
 @contextmanager
@@ -240,7 +244,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
     if x.is_cpu:
         kernels = norm_gradients.loaded()
         return kernels and differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
-    if not _pays(x, kind):
+    if not _pays(x, weight, offset, kind):
         return None
     return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
 
@@ -257,7 +261,7 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if is_grad_enabled() or not (takes(residual) and _pays(x, kind) and _may_add(residual, x)):
+    if is_grad_enabled() or not (takes(residual) and _pays(residual, weight, offset, kind) and _may_add(residual, x)):
         return None
     if not (_suit(residual, weight, bias) and _may_write(residual, x)):
         return None

@@ -211,7 +211,7 @@ class Ranks:
             signal.signal(signal.SIGTERM, before)
 
     def take_gpu(self, device: str, device_map: str | None) -> None:
-        """Make this process's GPU the one that `cuda` means.
+        """Make this process's GPU the one that `cuda` means: of those that it sees, which may be one (`srun`).
 
         Raises:
             NormGeoError: every process would spread a model over all GPUs of its machine, or there are more processes
@@ -222,9 +222,14 @@ class Ranks:
         if device_map is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             raise NormGeoError("--device-map gives a model all GPUs of a machine; start one process on each machine")
         if device in ("auto", "cuda") and torch.cuda.is_available():
-            if self.local >= (there := torch.cuda.device_count()):
+            there = torch.cuda.device_count()
+            index = self.local % there
+            with self._reached() as store:
+                store.set(f"gpu/{self.rank}", own := str(torch.cuda.get_device_properties(index).uuid))
+            before = range(self.rank if self.local >= there else 0)
+            if any(self._get(f"gpu/{other}", other).decode() == own for other in before):
                 raise NormGeoError(
-                    f"process {self.local} of this machine has no GPU: there are {there}; start as many processes "
-                    "(--nproc-per-node), or give --device cpu"
+                    f"process {self.local} of this machine has no GPU of its own: it sees {there}; start as many "
+                    "processes (--nproc-per-node), or give --device cpu"
                 )
-            torch.cuda.set_device(self.local)
+            torch.cuda.set_device(index)
