@@ -27,6 +27,7 @@ __all__ = [
     "commit_of",
     "config_and_class",
     "explained",
+    "label_of",
     "load_model",
     "load_tokenizer",
     "saved_elsewhere",
@@ -169,6 +170,11 @@ def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str
         raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")
     revision = revision or {card.hub_id: card.revision for card in TABLE_1}.get(path)
     return path, {"revision": revision} if revision else {}
+
+
+def label_of(name: str) -> str:
+    """What a model is called in tables and figures: a directory by its own name."""
+    return name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
 
 
 def commit_of(name: str | Path, revision: str | None = None) -> str | None:

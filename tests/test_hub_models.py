@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.errors import ModelError
+from normgeo.models import weights_digest
 from normgeo.training import checkpoint_angles
 from normgeo.training.checkpoint_angles import find_checkpoints
 
@@ -95,7 +96,11 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
     assert {about["revision"] for about in record["models"].values()} == {
         hub.commit_of("org/tiny", name) for name in NAMES[1:3]
     }
-    assert len(load_model(tmp_path / "converted").config.normgeo) > 0
+    original = json.loads((tmp_path / "converted/conversion.json").read_text())["original"]
+    assert original == {
+        "name": "org/tiny", "revision": hub.commit_of("org/tiny", NAMES[3]),
+        "weights_sha256": weights_digest(load_model(checkouts[NAMES[3]])),
+    }  # fmt: skip
 
     statuses, said = run(  # with what is in the cache
         {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path,

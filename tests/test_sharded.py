@@ -231,7 +231,9 @@ def test_the_command_by_shard(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None
     assert "shard by shard" in result.stderr
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["layers_certified"] == 3
+    about = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert about["layers_certified"] == 3
+    assert about["original"] == {"name": "in", "revision": None}
     refused = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "other"), "--by-shard", "--to", "crmsnorm"])
     assert isinstance(refused.exception, ConversionError)
 

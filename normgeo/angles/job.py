@@ -15,7 +15,7 @@ from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import HUB, name_of
-from normgeo.loading import commit_of, load_model, load_tokenizer
+from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
@@ -23,7 +23,7 @@ from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, holds_ids, load_tokens
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "label_of", "prepare"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -187,11 +187,6 @@ def prepare(
     at_once = config.batch * tokens.context
     block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
     return Job(label_of(name), model, tokens, sites, n_tokens, bos, keep, block, about)
-
-
-def label_of(name: str) -> str:
-    """What a model is called in tables and figures: a directory by its own name."""
-    return name if name in EMBEDDED or not Path(name).is_dir() else Path(name).resolve().name
 
 
 def counted(

@@ -24,11 +24,12 @@ import safetensors.torch
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
-from normgeo.angles.job import Job, RunConfig, check_same, label_of, prepare
+from normgeo.angles.job import Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
+from normgeo.loading import label_of
 from normgeo.models import EMBEDDED
 from normgeo.stream import stream
 from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo import figures
-from normgeo.angles.job import counted, label_of
+from normgeo.angles.job import counted
 from normgeo.angles.measure import measure_angles
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.outputs import agreements
@@ -29,7 +29,7 @@ from normgeo.conversion.convert import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
-from normgeo.loading import load_model, load_tokenizer
+from normgeo.loading import label_of, load_model, load_tokenizer
 from normgeo.models import EMBEDDED, on_cpu, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary

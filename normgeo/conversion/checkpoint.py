@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def save(
     beside: Path | None = None,
     extras: Iterable[Any] = (),
     shard: str = "5GB",
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Save a converted model; everything or nothing.
 
@@ -76,6 +78,7 @@ def save(
         beside: the original's checkpoint, of which everything but the model itself is copied.
         extras: tokenizer, image processor and the like, saved along.
         shard: largest size of a file.
+        about: what conversion.json says besides, as of which model this is a conversion.
 
     Returns:
         How to load it: `native` (plain transformers) or `remote` (with trust_remote_code=True).
@@ -103,7 +106,7 @@ def save(
                 model.generation_config.save_pretrained(folder)  # pyright: ignore
         for extra in extras:
             extra.save_pretrained(folder)
-        (folder / "conversion.json").write_text(json.dumps(describe(conversion), indent=2))
+        (folder / "conversion.json").write_text(json.dumps({**about, **describe(conversion)}, indent=2))
         try:
             read = _read(model, folder)
         except ModelError as error:  # a weight is missing that the class does not tie

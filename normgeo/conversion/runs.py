@@ -20,8 +20,8 @@ from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
-from normgeo.loading import explained, load_model, load_tokenizer, whence
-from normgeo.models import pick_dtype, usable_device
+from normgeo.loading import commit_of, explained, label_of, load_model, load_tokenizer, whence
+from normgeo.models import pick_dtype, usable_device, weights_digest
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.files import whole_directory
 from normgeo.tokens import load_tokens
@@ -103,11 +103,14 @@ def convert_checkpoint(
             hint = ", or ask for --in-memory (by_shard=False)" if short else ""
             raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
         announce(f"{name}: shard by shard, certified on a few of its layers")
-        return convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code), "remote"
+        about = _original(name, revision)
+        sharded = convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code, about=about)
+        return sharded, "remote"
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     device = usable_device(device or "cpu")
     model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
+    about = _original(name, revision, weights_sha256=weights_digest(model))
     tokenizer = load_tokenizer(name, **where)
     extras = [] if tokenizer is None else [tokenizer]
     if to == "rmsnorm" and is_compressed(model):
@@ -119,7 +122,7 @@ def convert_checkpoint(
             )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
-        return conversion, save(conversion, out, beside=folder, extras=extras)
+        return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
     batches = text_batches(model, data, tokenizer, n_tokens, context)
     announce(
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
@@ -130,7 +133,12 @@ def convert_checkpoint(
     if len(tied(conversion.model)) < len(tied(model)):
         before, after = (sum(p.numel() for p in m.parameters()) for m in (model, conversion.model))
         announce(f"the head is no longer tied to the embedding: {after:,} parameters; --keep-tie keeps {before:,}")
-    return conversion, save(conversion, out, beside=folder, extras=extras)
+    return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
+
+
+def _original(name: str, revision: str | None, **more: str) -> dict[str, Any]:
+    """What conversion.json says of the model that was converted: a directory by its own name."""
+    return {"original": {"name": label_of(name), "revision": commit_of(name, revision), **more}}
 
 
 def _folder(name: str, revision: str | None) -> Path:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import safe_open
@@ -99,7 +100,12 @@ def _namer(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def convert_sharded(
-    source: Path, out: Path, *, outputs: Sequence[str] = (), trust_remote_code: bool = False
+    source: Path,
+    out: Path,
+    *,
+    outputs: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
     """Convert a local checkpoint to RMSNorm with the memory of about one of its shards.
 
@@ -108,6 +114,7 @@ def convert_sharded(
         out: a new directory.
         outputs: what must not change, as for `convert`.
         trust_remote_code: run the checkpoint's own code.
+        about: what conversion.json says besides, as of which model this is a conversion.
 
     Returns:
         What was done to all layers; its model and certificate are those of the first. Everything is in `out`.
@@ -145,7 +152,8 @@ def convert_sharded(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)  # with its class, which is not told by a configuration of another type
         _check_loads(folder)
-        (folder / "conversion.json").write_text(json.dumps(describe(done) | {"layers_certified": to.depth}, indent=2))
+        told = {**about, **describe(done), "layers_certified": to.depth}
+        (folder / "conversion.json").write_text(json.dumps(told, indent=2))
     return done
 
 

@@ -259,9 +259,15 @@ def disk_explained(out: Path | str, *, resumes: bool = True) -> Iterator[None]:
             ) from error
         if error.errno not in UNWRITABLE:
             raise
-        if error.filename is not None and str(out) not in str(error.filename):
+        if error.filename is not None and not _on_the_way(error.filename, out):
             raise  # of another place
         raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
+
+
+def _on_the_way(path: Any, place: Path | str) -> bool:
+    """Whether a path is a place, below it or above it."""
+    a, b = Path(os.path.abspath(path)), Path(os.path.abspath(place))
+    return a.is_relative_to(b) or b.is_relative_to(a)
 
 
 @contextmanager
@@ -310,7 +316,7 @@ def _unwritten(out: Path, scratch: Path, error: Exception, replace: bool) -> Run
         before = "what was there before is intact: make space and resume" if replace else "nothing was left behind"
         return RunError(f"cannot write {out}: the disk is full; {before}")
     path = getattr(error, "filename", None)
-    elsewhere = path is not None and str(scratch) not in str(path)  # as of what is copied
+    elsewhere = path is not None and not _on_the_way(path, scratch)  # as of what is copied
     why = str(error) if elsewhere else getattr(error, "strerror", None) or str(error)
     return RunError(f"cannot write {out}: {why}; nothing was left behind")
 
