@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -329,3 +330,15 @@ def test_a_process_without_standard_error(tmp_path):
     done = subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -m normgeo --version"], capture_output=True)
     assert done.returncode == 0
     assert done.stdout.startswith(b"normgeo ")
+
+
+def test_a_source_tree_that_is_not_installed_runs(normgeo, monkeypatch):
+    def absent(name):
+        if name == "normgeo":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("normgeo.system.versions.version", absent)
+    assert normgeo("--version")[1] == "normgeo (not installed)"
+    assert normgeo("angles", saved("gpt2"), "--data", "ids.npy", "--null", 2, "--out", "run")[0] == 0
+    assert json.loads(Path("run/run.json").read_text())["versions"]["normgeo"] == ""

@@ -15,7 +15,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from normgeo.models import EMBEDDED
 from normgeo.stream import stream
 from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole
 from normgeo.system.progress import progress_bar
+from normgeo.system.versions import versions
 
 __all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
 
@@ -169,12 +169,12 @@ def _draw(table: AngleTable, folder: Path) -> None:
 
 
 def new_record(config: RunConfig) -> dict[str, Any]:
-    packages = ("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
+    packages = versions("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
     return {
         "status": "running",
         "started": now(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+        "versions": {"python": platform.python_version()} | packages,
         "config": asdict(config),
         "models": {},
     }

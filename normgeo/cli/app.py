@@ -7,7 +7,6 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ import typer
 from rich.text import Text
 
 from normgeo.system.progress import meanwhile, printer
+from normgeo.system.versions import versions
 
 __all__ = ["app", "bench_app", "console", "note", "quiet", "resumable", "warn"]
 
@@ -27,7 +27,7 @@ console = printer()
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        console.print(f"normgeo {version('normgeo')}")
+        console.print(f"normgeo {versions('normgeo')['normgeo'] or '(not installed)'}")
         raise typer.Exit
 
 

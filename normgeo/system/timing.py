@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from normgeo.errors import ModelError
 from normgeo.system.memory import memory_kept
+from normgeo.system.versions import versions
 
 __all__ = [
     "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved", "occupy", "recorded",
@@ -109,7 +109,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
     """What a measured time depends on beside what was measured: device, threads, versions and the code's commit."""
     return {
         "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "normgeo": version("normgeo"), "commit": _commit(),
+        "transformers": transformers.__version__, **versions("normgeo"), "commit": _commit(),
     }  # fmt: skip
 
 

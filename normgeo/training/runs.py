@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from normgeo.system.files import (
     whole_directory,
     write_json,
 )
+from normgeo.system.versions import versions
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, open_corpus
@@ -115,7 +115,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     record = {
         "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {p: version(p) for p in ("normgeo", "torch", "transformers", "accelerate", "datasets")},
+        "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
     }  # fmt: skip
     with alone(out) if state.is_main_process else nullcontext():
         try:
