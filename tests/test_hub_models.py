@@ -68,22 +68,25 @@ def rows(frame):
 
 def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path):
     on = "--data sample --tokens 400 --null 8 --device cpu"
+    few = f"{on} --rounds 0"
     with hub.served({"org/tiny": checkouts}, tmp_path / "home") as environment:
         statuses, said = run(
             environment, tmp_path,
             f"angles --checkpoints org/tiny --revision stage1-* {on} --out steps",
             f"angles org/tiny --revision stage2-step10-tokens6B {on} --out one",
             "convert org/tiny converted --revision stage2-step10-tokens6B --tokens 128",
+            f"compare org/tiny converted --revision stage2-step10-tokens6B {few} --out beside",
+            f"compare org/tiny converted {few} --out apart",
             f"angles --checkpoints org/tiny {on} --out both",
             f"angles --checkpoints org/tiny --revision main {on} --out head",
             f"angles --checkpoints org/none {on} --out none",
             f"angles org/tiny --revision step3 {on} --out third",
         )  # fmt: skip
-    assert statuses == [0, 0, 0, 1, 1, 1, 1], said
-    assert "org/tiny@stage2-step10-tokens6B and org/tiny@stage1-step10-tokens5B have the same name and step" in said[3]
-    assert "no revision of org/tiny that is 'main' is named as a step" in said[4]
-    assert "there is no directory 'org/none', and the hub has no model of that name" in said[5]
-    assert "step3 is not a valid git identifier" in said[6]
+    assert statuses == [0, 0, 0, 0, 0, 1, 1, 1, 1], said
+    assert "org/tiny@stage2-step10-tokens6B and org/tiny@stage1-step10-tokens5B have the same name and step" in said[5]
+    assert "no revision of org/tiny that is 'main' is named as a step" in said[6]
+    assert "there is no directory 'org/none', and the hub has no model of that name" in said[7]
+    assert "step3 is not a valid git identifier" in said[8]
     assert not any((tmp_path / name).exists() for name in ("both", "head", "none", "third"))
 
     frame = pd.read_parquet(tmp_path / "steps/angles.parquet")
@@ -101,6 +104,10 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
         "name": "org/tiny", "revision": hub.commit_of("org/tiny", NAMES[3]),
         "weights_sha256": weights_digest(load_model(checkouts[NAMES[3]])),
     }  # fmt: skip
+
+    compared = {name: json.loads((tmp_path / name / "comparison.json").read_text()) for name in ("beside", "apart")}
+    assert compared["beside"]["revisions"] == {"org/tiny": hub.commit_of("org/tiny", NAMES[3]), "converted": None}
+    assert [compared[name]["models"][1]["error_rms_rel"] < 1e-5 for name in compared] == [True, False]
 
     statuses, said = run(  # with what is in the cache
         {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path,

@@ -94,6 +94,9 @@ def compare(
     null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
     rounds: Annotated[int, typer.Option(help="Rounds of timing, every model once a round; 0 for none.")] = 7,
     seed: Annotated[int, typer.Option(help="Seed of random directions and of the order of timing.")] = 0,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag of A and B, of those that are on the hub.")
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
 ) -> None:
     """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
@@ -104,8 +107,8 @@ def compare(
     with claimed(out, default_stem(a, b)) as where:
         result = compare_run(
             a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device,
-            dtype=dtype, null=null, rounds=rounds, seed=seed, trust_remote_code=trust_remote_code,
-            announce=note,
+            dtype=dtype, null=null, rounds=rounds, seed=seed, revision=revision,
+            trust_remote_code=trust_remote_code, announce=note,
         )  # fmt: skip
     console.print(result.table(console.width), highlight=False)
     console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

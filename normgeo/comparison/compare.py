@@ -29,7 +29,7 @@ from normgeo.conversion.convert import convert, decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
-from normgeo.loading import label_of, load_model, load_tokenizer
+from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import EMBEDDED, on_cpu, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
@@ -254,6 +254,7 @@ def compare_run(
     null: int = 256,
     rounds: int = 7,
     seed: int = 0,
+    revision: str | None = None,
     trust_remote_code: bool = False,
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
@@ -274,6 +275,7 @@ def compare_run(
         null: random directions in the null ensemble.
         rounds: how often every model is timed; 0 for never.
         seed: of the random directions and of the order of the rounds.
+        revision: commit, branch or tag of what comes from the hub: of both models, or of the one that does.
         trust_remote_code: run the modelling code of the repositories.
         announce: called with one line that says what will be compared.
         progress: show a progress bar.
@@ -289,14 +291,15 @@ def compare_run(
         if value is not None and value < least:
             raise NormGeoError(f"--{name} must be at least {least}, received {value}")
     device = usable_device(device)
+    local = [name in EMBEDDED or Path(name).is_dir() for name in (a, b)]
+    revisions = [None if here and not all(local) else revision for here in local]
+    named = list(zip(_labels(a, b), (a, b), revisions, strict=True))
     options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
-    models = {
-        label: load_model(name, device=device, **options) for label, name in zip(_labels(a, b), (a, b), strict=True)
-    }
+    models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
     data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
     is_ids = holds_ids(data)
-    tokenizer = None if is_ids else _shared_tokenizer((a, b), trust_remote_code)
+    tokenizer = None if is_ids else _shared_tokenizer((a, b), revisions, trust_remote_code)
     tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
     if naive:
         first = next(iter(models))
@@ -306,7 +309,8 @@ def compare_run(
     result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
                      progress=progress)  # fmt: skip
     weights = {name: weights_digest(model) for name, model in models.items()}
-    result = replace(result, about=result.about | {"weights_sha256": weights})
+    commits = {label: commit_of(name, of) for label, name, of in named}
+    result = replace(result, about=result.about | {"weights_sha256": weights, "revisions": commits})
     with whole_directory(out) as scratch:
         result.save(scratch)
     return result
@@ -326,13 +330,16 @@ def _labels(a: str, b: str) -> tuple[str, str]:
     return (a, b) if a != b else (a, f"{b} (again)")
 
 
-def _shared_tokenizer(names: tuple[str, str], trust_remote_code: bool) -> Any:
+def _shared_tokenizer(names: tuple[str, str], revisions: Sequence[str | None], trust_remote_code: bool) -> Any:
     """The tokenizer of both models, or of the one that has one.
 
     Raises:
         DataError: they have different vocabularies.
     """
-    first, second = (load_tokenizer(name, trust_remote_code=trust_remote_code) for name in names)
+    first, second = (
+        load_tokenizer(name, revision=of, trust_remote_code=trust_remote_code)
+        for name, of in zip(names, revisions, strict=True)
+    )
     if first is not None and second is not None and first.get_vocab() != second.get_vocab():
         raise DataError(
             f"the tokenizers of {names[0]} and {names[1]} have different vocabularies ({len(first):,} and "
