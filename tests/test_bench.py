@@ -14,6 +14,7 @@ from normgeo import find_sites, load_model, models
 from normgeo.angles import job
 from normgeo.bench import inference
 from normgeo.bench import store as store_bench
+from normgeo.bench import stream as stream_bench
 from normgeo.bench.stream import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
 from normgeo.system import memory
@@ -36,6 +37,25 @@ def test_a_row_for_every_variant(frame):
     base = frame.set_index("variant").loc["base"]
     assert base.ratio == base.q25 == base.q75 == 1
     assert (base.batch, base.context, base.d, base.sites) == (2, 16, 32, 5)
+
+
+def test_a_variant_is_compared_with_the_base_just_before_and_after(monkeypatch):
+    """On a machine that gets slower all the time, which changes no ratio."""
+    now, calls = [0.0], [0]
+
+    def taking(share):
+        def run(chunk):
+            calls[0] += 1
+            now[0] += share * calls[0]
+
+        return run
+
+    shares = {name: 1.0 + k for k, name in enumerate(VARIANTS)}
+    monkeypatch.setattr(stream_bench, "_variants", lambda *_: {name: taking(s) for name, s in shares.items()})
+    monkeypatch.setattr(stream_bench.time, "perf_counter", lambda: now[0])
+    frame = bench_stream(tiny("gpt2"), TokenStream.from_array(np.full((2, 4), 5)), batch=2, rounds=3, null=4)
+    for row in frame.itertuples():
+        assert [row.q25, row.ratio, row.q75] == pytest.approx([shares[row.variant]] * 3)
 
 
 def test_the_model_is_left_as_it_was():
@@ -89,6 +109,13 @@ def test_the_store(tmp_path, monkeypatch):
     for name, found in moved.items():
         assert found == pytest.approx(one_phase * (2 if "and post" in name else 1), rel=0.05), name
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measure_of_a_store_is_over_its_baseline_in_the_same_round():
+    seconds = {"x": [2.0, 40.0, 6.0, 8.0], "base": [1.0, 10.0, 2.0, 2.0]}
+    row = store_bench._row("x", store_bench._Measure(lambda: 0.0, "base", 14_000_000), seconds, 70)
+    assert [row["ratio_q25"], row["ratio"], row["ratio_q75"]] == [2.75, 3.5, 4.0]
+    assert (row["seconds"], row["mb_per_s"], row["tokens_per_s"]) == (7.0, 2.0, 10.0)
 
 
 def test_the_store_alone(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from normgeo import compare, convert, decompress, find_sites, load_model, optimize
 from normgeo.cli.main import app
@@ -86,13 +86,27 @@ def test_a_checkpoint_loads_without_this_package(name, auto, options, expected, 
         torch.testing.assert_close(mine(**inputs).logits, model(**inputs).logits, rtol=tolerance, atol=tolerance)
 
 
-def test_a_tied_head_is_saved_once(tmp_path):
-    save(convert(zoo.tiny("gpt2"), keep_tie=True), tmp_path / "out")
+def test_a_tied_head_is_saved_once_where_a_model_without_it_finds_it(tmp_path):
+    original = zoo.tiny("gpt2")
+    save(convert(original, keep_tie=True), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        shared = {"lm_head.weight", "transformer.wte.weight"} & set(file.keys())
-    assert len(shared) == 1
+        assert {"lm_head.weight", "transformer.wte.weight"} & set(file.keys()) == {"transformer.wte.weight"}
     model = load_model(tmp_path / "out")
     assert model.lm_head.weight is model.transformer.wte.weight
+    base, info = AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"]
+    ids = torch.arange(3, 15).view(2, 6)
+    with torch.no_grad():
+        found, expected = (m.eval()(ids).last_hidden_state for m in (base, original.transformer))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "how"), [("gpt2", "remote"), ("olmo", "native")])
+def test_how_a_model_generates_is_saved_with_it(name, how, tmp_path):
+    model = zoo.tiny(name)
+    model.generation_config.max_new_tokens = 7
+    assert save(convert(model), tmp_path / "out") == how
+    assert load_model(tmp_path / "out").generation_config.max_new_tokens == 7
 
 
 def test_nothing_loads_it_as_the_native_model_by_mistake(tmp_path):
@@ -126,7 +140,7 @@ def test_save_pretrained_writes_nothing_that_loads_as_another_model(options, tmp
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "bert", "nemotron"])
 def test_a_model_in_training_is_saved_as_the_pre_ln_model_that_it_trains_as(name, tmp_path):
     """By whatever trains it: checkpoints are written by save_pretrained, and read again by load_state_dict."""
     original = zoo.tiny(name)
@@ -310,6 +324,14 @@ def test_a_failed_certificate_exits_with_1_and_writes_nothing(tmp_path, monkeypa
 def test_half_precision_is_kept(tmp_path):
     zoo.tiny("gpt2").to(torch.bfloat16).save_pretrained(tmp_path / "in")
     run(tmp_path / "in", tmp_path / "out")
+    assert load_model(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_model_that_was_cast_is_loaded_as_it_was_saved(tmp_path):
+    """Whatever dtype the checkpoint has that it came from."""
+    zoo.tiny("gpt2").save_pretrained(tmp_path / "in")
+    save(convert(load_model(tmp_path / "in").to(torch.bfloat16)), tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     assert load_model(tmp_path / "out").dtype == torch.bfloat16
 
 

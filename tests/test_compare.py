@@ -117,6 +117,19 @@ def test_the_naive_swap_differs_and_the_exact_conversion_does_not(ids):
     assert frame["bytes"].tolist() == [m.get_memory_footprint() for m in models.values()]
 
 
+def test_a_compressed_model_is_compared_with_all_its_numbers(ids):
+    """Its norms and angles are those of the model of width d; its size is its own."""
+    model = zoo.tiny("gpt2")
+    models = {"a": model, "wide": convert(model, fold_affine=True).model, "crms": convert(model, to="crmsnorm").model}
+    result = compare(models, ids, **QUICK)
+    assert result.frame.rmsnorms.tolist() == [0, 5, 5]
+    assert result.frame.kl_mean.max() < 1e-9
+    assert result.frame.parameters[2] < result.frame.parameters[1]
+    assert set(result.angles.d) == {32}
+    angles = result.by_site()
+    np.testing.assert_allclose(angles.crms, angles.wide, atol=1e-3)
+
+
 def test_batches_change_nothing_but_rounding(ids, monkeypatch):
     models = {"a": sharpened("gpt2"), "b": sabotaged(sharpened("gpt2"))}
     frames = [compare(models, ids, n_tokens=200, batch=batch, **QUICK).frame for batch in (1, 2, 7)]
@@ -327,6 +340,13 @@ def test_speed_is_measured(ids, tiny):
     assert (frame[["seconds", "time_ratio", "time_q25", "time_q75"]] > 0).all(axis=None)
     assert frame.loc[0, ["time_ratio", "time_q25", "time_q75"]].tolist() == [1, 1, 1]
     assert frame.time_q25[1] <= frame.time_ratio[1] <= frame.time_q75[1]
+
+
+def test_passes_are_timed_on_batches_of_the_size_asked_for(ids, tiny, monkeypatch):
+    shapes = []
+    monkeypatch.setattr(comparison, "_timed", lambda model, chunk: shapes.append(chunk.ids.shape) or 1.0)
+    compare({"a": tiny("gpt2"), "b": tiny("llama")}, ids, batch=3, null=0, rounds=2, progress=False)
+    assert set(shapes) == {(3, 37)}
 
 
 def test_what_is_written_can_be_read(ids, tmp_path):

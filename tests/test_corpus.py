@@ -1,4 +1,4 @@
-"""Training data: the seed's order, streams that resume."""
+"""Training data: the seed's order, streams that resume, and what is left out."""
 
 import json
 
@@ -10,7 +10,9 @@ from training_zoo import text_like
 
 from normgeo.errors import DataError
 from normgeo.tokens import TokenStream
+from normgeo.training import runs
 from normgeo.training.corpus import Shuffled, Streamed, open_corpus
+from normgeo.training.runs import TrainConfig
 
 
 def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
@@ -22,6 +24,14 @@ def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
     assert again.position() == first_corpus.position() == {"next": 300}
     with pytest.raises(DataError, match="training needs more than 16 tokens"):
         Shuffled(text_like(16), 16, 0)
+
+
+def test_every_pass_cuts_the_text_at_another_place():
+    """So that in time every token is predicted from every length of what is before it."""
+    corpus = Shuffled(TokenStream.from_array(np.arange(31), context=8), 8, 0)
+    passes = [sorted(corpus.take(3)[:, 0].tolist()) for _ in range(40)]
+    assert all(rest == [first + 8, first + 16] for first, *rest in passes)
+    assert {first for first, *_ in passes} == set(range(7))
 
 
 def test_rows_of_an_array_stay_sequences_of_their_own():
@@ -73,6 +83,17 @@ def test_a_stream_resumes_where_it_was(tmp_path, tokenizer):
         open_corpus("openwebtext", tokenizer, 16, 0)
 
 
+def test_a_stream_resumes_after_any_context_also_at_the_end_of_a_pass(tokenizer):
+    documents = [{"text": f"Number {i}. " + "A fox and a dog. " * 5 * i} for i in range(3)]
+    opened = lambda: datasets.Dataset.from_list(documents).to_iterable_dataset()  # noqa: E731
+    expected = Streamed(opened, tokenizer, 16, "x").take(40)
+    for rows in range(1, 20):
+        stopped, resumed = Streamed(opened, tokenizer, 16, "x"), Streamed(opened, tokenizer, 16, "x")
+        stopped.take(rows)
+        resumed.seek(json.loads(json.dumps(stopped.position())))
+        assert torch.equal(resumed.take(20), expected[rows : rows + 20])
+
+
 def test_a_stream_of_which_nothing_is_left_is_refused(tokenizer):
     documents = [{"text": "A fox."}, {"text": "  "}]
     opened = lambda: datasets.Dataset.from_list(documents).to_iterable_dataset()  # noqa: E731
@@ -81,3 +102,15 @@ def test_a_stream_of_which_nothing_is_left_is_refused(tokenizer):
     with pytest.raises(DataError, match="has no text in it"):
         Streamed(lambda: datasets.Dataset.from_list(documents[1:]).to_iterable_dataset(), tokenizer, 16, "x").take(1)
     assert Streamed(opened, tokenizer, 16, "x").take(3).shape == (3, 16)  # of many passes
+
+
+def test_a_tokenizer_is_not_learnt_from_text_that_is_left_out(tmp_path):
+    texts = [f"{word} " * 50 for word in ("alpha", "bravo", "heldouthere")]
+    for name, part in (("all", texts), ("some", texts[:2])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in part))
+
+    def learnt(name, excluded):
+        config = TrainConfig(data=str(tmp_path / f"{name}.jsonl"), vocabulary=280)
+        return runs._tokenizer(config, None, excluded).get_vocab()
+
+    assert learnt("all", {texts[2]}) == learnt("some", set()) != learnt("all", set())

@@ -13,7 +13,7 @@ from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs, max_context, several_inputs
 from normgeo.loading import explained
-from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, weights_digest
+from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, tokenizer_digest, weights_digest
 from normgeo.tokens import SAMPLE
 from normgeo.training.train import evaluate
 
@@ -132,6 +132,17 @@ def test_digest_sees_every_weight():
         other.transformer.ln_f.bias[3] += 1e-7
     assert weights_digest(one) == weights_digest(same) != weights_digest(other)
     assert weights_digest(one) != weights_digest(tiny("gpt2").to(torch.bfloat16))
+
+
+def test_what_a_tokenizer_was_last_asked_for_is_no_part_of_its_digest():
+    tokenizer = load_tokenizer("embedded-layernorm")
+    before = tokenizer_digest(tokenizer)
+    tokenizer("one two three four", truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == before
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    before = tokenizer_digest(tokenizer)
+    tokenizer(["one two three", "four"], padding=True)
+    assert tokenizer_digest(tokenizer) == before
 
 
 def test_longest_context_and_base():

@@ -37,6 +37,15 @@ def test_without_kernels_a_centered_rmsnorm_is_the_same(dtype, affine, monkeypat
         torch.testing.assert_close(turned.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_small_mean_is_no_rounding(monkeypatch):
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+    x = drawn((5, 40), torch.float32)
+    x = x - x.mean(-1, keepdim=True) + 5e-4
+    plain, centered = RMSNorm(40), RMSNorm(40, centered=True)
+    assert torch.equal(centered(x), plain(x))  # LayerNorm is not at work
+
+
 @pytest.mark.parametrize("norm", [RMSNorm(8), RMSNorm(8, centered=True), CRMSNorm(8, padded=True)], ids=str)
 def test_a_trace_and_fake_tensors_are_of_one_arithmetic(norm, monkeypatch):
     monkeypatch.setattr(norm_ops, "norm", lambda *_: None)

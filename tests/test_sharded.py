@@ -77,6 +77,21 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
         assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
 
 
+def test_layerscale_is_folded_by_shard(tmp_path):
+    """Into weights and biases alike, wherever they lie."""
+    config = hf.Dinov2Config(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, mlp_ratio=2, image_size=16, patch_size=8,
+        layerscale_value=0.5, num_labels=3,
+    )  # fmt: skip
+    model = zoo.perturb(hf.Dinov2ForImageClassification(config).eval())
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    convert_sharded(tmp_path / "in", tmp_path / "out")
+    read, expected = load_model(tmp_path / "out").state_dict(), convert(model).model.state_dict()
+    assert (read["dinov2.encoder.layer.3.layer_scale1.lambda1"] == 1).all()
+    for name, value in expected.items():
+        torch.testing.assert_close(read[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
 def test_layers_that_differ_are_not_guessed(tmp_path):
     """A model whose third layer has another parameter is refused, not converted by analogy."""
     model = tiny("gpt2", n_layer=4)
@@ -234,6 +249,9 @@ def test_the_command_by_shard(tmp_path):
     about = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert about["layers_certified"] == 3
     assert about["original"] == {"name": "in", "revision": None}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    stored = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    assert index["metadata"]["total_size"] == sum(value.nbytes for shard in stored for value in shard.values())
     refused = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "other"), "--by-shard", "--to", "crmsnorm"])
     assert isinstance(refused.exception, ConversionError)
 

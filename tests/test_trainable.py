@@ -10,7 +10,7 @@ import transformers as hf
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from zoo import tiny
+from zoo import fresh, tiny
 
 from normgeo import convert
 from normgeo.conversion.gauge import find_gauge
@@ -83,6 +83,31 @@ def test_training_follows_the_original(name, changes):
     writers = [s for s in find_gauge(model).writers if id(original.get_parameter(s.parameter)) not in tied]
     assert distance(original, converted, writers) < 1e-9
     assert sum(isinstance(m, RMSNorm) for m in converted.modules()) == len(conversion.replaced) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}), ("bloom", {}), ("gpt2", {})],
+)
+def test_a_new_model_is_trained_as_the_original(name, changes):
+    """gamma * y + beta has no mean before gamma and beta have moved, nor has dropout of what is zero at first."""
+    model = fresh(name, **changes).double()
+    if name == "gpt2":
+        with torch.no_grad():
+            for block in model.transformer.h:
+                block.attn.c_proj.weight.zero_()
+                block.mlp.c_proj.weight.zero_()
+    converted, inputs, labels = convert(model, trainable=True).model, *batch(model)
+    expected, losses = trained(model, inputs, labels, steps=8), trained(converted, inputs, labels, steps=8)
+    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-12
+
+
+def test_a_gauge_of_evaluation_is_none_of_training():
+    """Dropout multiplies means by its mask."""
+    model = tiny("gpt2")
+    with pytest.raises(ConversionError, match="not equal to its original in training"):
+        convert(model, trainable=True, gauge=find_gauge(model))
+    assert convert(model, trainable=True, gauge=find_gauge(model, training=True)).certificate.passed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

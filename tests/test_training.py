@@ -1,4 +1,4 @@
-"""The training loop: it learns, repeats itself, resumes bit for bit, and fails whole."""
+"""The training loop: its steps are the recipe's, it learns, repeats itself, resumes bit for bit, and fails whole."""
 
 import errno
 import io
@@ -21,7 +21,7 @@ from normgeo.system import progress
 from normgeo.training import state as training_state
 from normgeo.training import train as training
 from normgeo.training.corpus import Shuffled
-from normgeo.training.recipe import NORMS
+from normgeo.training.recipe import NORMS, learning_rate
 from normgeo.training.state import latest_state
 
 
@@ -41,6 +41,61 @@ def test_accumulated_passes_give_the_same_steps():
     whole, parts = (trained("rmsnorm", small(dropout=0.0, accumulate=k))[1] for k in (1, 4))
     np.testing.assert_allclose(whole.train_loss, parts.train_loss, rtol=1e-5)
     np.testing.assert_allclose(whole.gradient_norm, parts.gradient_norm, rtol=1e-4)
+
+
+def test_a_step_is_adamw_of_the_recipe():
+    """Clipped gradients, decay of matrices alone, and the recipe's moments, by hand."""
+    recipe = small(dropout=0.0, warmup=2, clip=0.3, weight_decay=0.5, beta2=0.9, lr=1e-2)
+    trainer = training.Trainer("layernorm", recipe, Shuffled(text_like(), 16, 0), 48, device="cpu")
+    model, corpus = training.build_twin("layernorm", recipe, 48), Shuffled(text_like(), 16, 0)
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    for step in range(3):
+        _, norm, rate = trainer.take_step()
+        ids = corpus.take(recipe.batch)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        whole = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        assert norm > recipe.clip
+        torch.testing.assert_close(norm, whole.item(), rtol=1e-5, atol=0)
+        assert rate == learning_rate(step, recipe)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                gradient, (m, v) = p.grad * recipe.clip / (whole + 1e-6), moments[name]
+                m.mul_(0.9).add_(0.1 * gradient)
+                v.mul_(0.9).add_(0.1 * gradient.square())
+                p.mul_(1 - rate * (0.5 if p.ndim > 1 else 0.0))
+                p -= rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8)
+    for (name, found), expected in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_dropout_is_of_the_embedding_and_behind_each_branch():
+    model = training.build_twin("layernorm", small(dropout=0.3), 48)
+    found = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p}
+    assert found == {
+        "transformer.drop": 0.3, "transformer.h.0.attn.resid_dropout": 0.3, "transformer.h.0.mlp.dropout": 0.3
+    }  # fmt: skip
+
+
+def test_passes_of_one_step_have_dropout_of_their_own(monkeypatch):
+    trainer = training.Trainer("rmsnorm", small(accumulate=4), Shuffled(text_like(), 16, 0), 48, device="cpu")
+    seeds, real = [], torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
+    trainer.take_step()
+    trainer.take_step()
+    assert len(seeds) == len(set(seeds)) == 8
+
+
+def test_what_is_reported_is_the_mean_loss_since_the_last_report():
+    """Also of the last steps, of which there are fewer."""
+    rows, recipe = [], small(steps=11, evaluate_every=4)
+    trainer = training.Trainer("rmsnorm", recipe, Shuffled(text_like(), 16, 0), 48, device="cpu")
+    trainer.run(report=rows.append)
+    losses = trainer.curve.train_loss.to_numpy()
+    expected = [losses[:4].mean(), losses[4:8].mean(), losses[8:].mean()]
+    for found in (pd.DataFrame(rows), training._evaluated(trainer.curve, recipe)):
+        assert found.step.tolist() == [4, 8, 11]
+        np.testing.assert_allclose(found.train_loss, expected, rtol=1e-12)
 
 
 def test_the_recipe_says_how_many_passes_a_step_has(monkeypatch):
@@ -80,6 +135,14 @@ def test_a_last_checkpoint_that_was_moved_away_is_made_again(tmp_path):
 def test_mixed_precision_trains():
     curve = trained("layernorm", small(steps=60, precision="bf16"))[1]
     assert curve.train_loss.iloc[-1] < curve.train_loss.iloc[0] - 0.5
+
+
+def test_mixed_precision_is_for_training_and_not_for_evaluation():
+    trainer = training.Trainer("rmsnorm", small(precision="bf16"), Shuffled(text_like(), 16, 0), 48, device="cpu")
+    trainer.take_step()
+    plain = training.build_twin("rmsnorm", trainer.recipe, 48)
+    plain.load_state_dict(trainer.model.state_dict())
+    assert training.evaluate(trainer.model, text_like(200)) == training.evaluate(plain, text_like(200))
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 from training_zoo import small, trained
 
@@ -29,6 +30,18 @@ def test_twins_start_from_the_same_weights():
     for norm in ("layernorm", "rmsnorm"):
         assert {s.kind for s in find_sites(built[norm])} == {norm}
     assert all(m.d == 32 for m in built["pre-crmsnorm"].modules() if isinstance(m, CRMSNorm))
+
+
+def test_what_a_wider_model_has_more_is_drawn_as_the_rest_was():
+    """Of what writes into the stream of a GPT-2 a sqrt(2 * layers)-th as large."""
+    config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=300, n_positions=256)
+    wide = widened(transformers.GPT2LMHeadModel(config))
+    block, tokens = wide.transformer.h[1], wide.transformer.wte.weight
+    for weight in (block.mlp.c_proj.weight, block.attn.c_proj.weight, tokens, block.mlp.c_fc.weight.T):
+        assert weight[:, -1].std().item() == pytest.approx(weight[:, :-1].std().item(), rel=0.25)
+    assert wide.lm_head.weight is tokens
+    assert (block.mlp.c_proj.bias == 0).all()
+    assert (block.ln_1.weight == 1).all()
 
 
 def moved(model):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,8 +15,10 @@ from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
 from normgeo.conversion.probing import outputs_of, tied
+from normgeo.conversion.runs import text_batches
 from normgeo.conversion.trainable import bake
-from normgeo.errors import ConversionError, ModelError
+from normgeo.converted import recenter_at
+from normgeo.errors import ConversionError, DataError, ModelError
 from normgeo.examples import example_inputs
 
 CTRL = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4}
@@ -253,6 +256,28 @@ def test_batches_to_certify_on():
     for wrong, received in (([ids], "Tensor"), ([{}], r"\{\}"), ([{"input_ids": [1, 2]}], r"\{input_ids\}")):
         with pytest.raises(ConversionError, match=f"dict of tensors by argument name.*received {received}$"):
             check_inputs(wrong)
+
+
+def test_the_first_id_beyond_a_vocabulary_is_refused(tmp_path):
+    np.save(tmp_path / "ids.npy", np.full((2, 8), 96))
+    with pytest.raises(DataError, match="token id 96 is beyond the model's vocabulary of 96"):
+        text_batches(zoo.tiny("gpt2"), str(tmp_path / "ids.npy"), None, 16, None)
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_mean_is_removed_in_single_precision_at_least(dtype, side):
+    x = (100 + torch.randn(7, 33, generator=torch.Generator().manual_seed(0))).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Identity())
+    recenter_at(model, "0", side)
+    exact = (x.double() - x.double().mean(-1, keepdim=True)).to(dtype)
+    torch.testing.assert_close(model(x), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_torch_makes_by_default_is_as_before(dtype):
+    convert(zoo.tiny("gpt2").to(dtype))
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_compiled_models_that_recenter_elsewhere_are_not_taken_for_each_other():

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, built from configs, with every gain and bias perturbed."""
+"""Tiny random Hugging Face models, built from configs, with every gain and bias perturbed unless asked otherwise."""
 
 import torch
 import transformers as hf
@@ -59,8 +59,13 @@ def perturb(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
-    """A tiny random model of an architecture, in evaluation mode."""
+def fresh(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
+    """A tiny model of an architecture as it is before training, in evaluation mode."""
     cls, config, shape = CONFIGS[name]
     torch.manual_seed(seed)
-    return perturb(cls(config(**(shape | changes))).eval(), seed)
+    return cls(config(**(shape | changes))).eval()
+
+
+def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
+    """A tiny random model of an architecture, in evaluation mode."""
+    return perturb(fresh(name, seed, **changes), seed)

@@ -1,0 +1,161 @@
+"""Certificates: every sabotage is noticed, and each number is of what it says."""
+
+import copy
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+import transformers as hf
+from test_convert import worst_error
+from zoo import perturb, tiny
+
+from normgeo import convert
+from normgeo.conversion.certify import certificate_inputs, certify
+from normgeo.conversion.gauge import center
+from normgeo.conversion.probing import float64_copy
+from normgeo.examples import example_inputs
+
+COUNTS = {"replaced": 5, "kept": 0, "untouched": 0, "recentered": 0}
+BART = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def sabotaged(kind):
+    """A GPT-2, and a conversion of it with one thing wrong."""
+    model = tiny("gpt2")
+    conversion = convert(model)
+    bad = copy.deepcopy(conversion.model).double()
+    with torch.no_grad():
+        if kind == "a writer that is not centered":
+            bad.transformer.h[0].mlp.c_proj.weight += 0.1
+        elif kind == "a wrong eps":
+            bad.transformer.h[1].ln_1.eps = 1e-2
+        elif kind == "a bias dropped":
+            bad.transformer.h[1].ln_2.bias.zero_()
+        elif kind == "a head that stayed tied":
+            bad.lm_head.weight = bad.transformer.wte.weight
+        elif kind == "a gain forgotten":
+            bad.transformer.ln_f.weight.fill_(1.0)
+    return model, conversion.model, bad
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["a writer that is not centered", "a wrong eps", "a bias dropped", "a head that stayed tied", "a gain forgotten"],
+)
+def test_the_certificate_fails_on_a_sabotaged_conversion(kind):
+    model, converted, bad = sabotaged(kind)
+    args = (model, converted, certificate_inputs(model))
+    certificate = certify(float64_copy(model), bad, *args, site_mean=0.0, counts=COUNTS)
+    assert not certificate.passed
+    good = copy.deepcopy(converted).double()
+    assert certify(float64_copy(model), good, *args, site_mean=0.0, counts=COUNTS).error_rel < 1e-6
+
+
+def test_the_certificate_fails_on_an_rmsnorm_model_whose_embedding_was_centered():
+    model = tiny("llama")
+    bad = float64_copy(model)
+    center(bad.model.embed_tokens.weight, 1)
+    assert worst_error(float64_copy(model), bad, example_inputs(model)) > 1e-3
+    args = (model, copy.deepcopy(bad).float(), certificate_inputs(model))
+    assert not certify(float64_copy(model), bad, *args, site_mean=0.0, counts=COUNTS).passed
+    good = (float64_copy(model), float64_copy(model), model, model, certificate_inputs(model))
+    assert certify(*good, site_mean=0.0, counts=COUNTS).passed
+    assert not certify(*good, site_mean=0.0, counts=COUNTS | {"replaced": 0}).passed  # nothing replaced is a failure
+
+
+def test_a_certificate_is_json_and_a_table():
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    certificate = convert(tiny("gpt2"), certify_on=[{"input_ids": ids}]).certificate
+    facts = json.loads(certificate.to_json())
+    assert facts["tokens"] == 22
+    assert facts["replaced"] == 5
+    lines = dict(re.split(" {2,}", line, maxsplit=1) for line in certificate.table().splitlines())
+    assert lines["certificate"] == "passed"
+    assert lines["what was done"].startswith("5 norms replaced, 0 kept")
+    assert float(lines["perplexity"].split()[0]) == pytest.approx(facts["perplexity_original"], rel=1e-6)
+    assert dataclasses.replace(certificate, passed=False).table().startswith("certificate          NOT passed")
+    with torch.no_grad():
+        logits = tiny("gpt2")(ids).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert facts["perplexity_original"] == pytest.approx(loss.exp().item(), rel=1e-9)
+    assert convert(tiny("bert"), certify_on=[{"input_ids": ids}]).certificate.perplexity_original is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_part_of_a_certificates_perplexity(side):
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[0, : 5 if side == "left" else None] = 0
+    if side == "right":
+        mask[0, :7] = 1
+    batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    certificate = convert(tiny("gpt2"), certify_on=[batch]).certificate
+    assert certificate.tokens == 6 + 11
+    with torch.no_grad():
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, 1:][mask[:, :-1] == 0] = -100  # the first token behind padding is not predicted
+        logits = tiny("gpt2")(**batch).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    assert certificate.perplexity_original == pytest.approx(loss.exp().item(), rel=1e-9)
+
+
+def test_padding_is_no_part_of_a_certificates_divergence():
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[0, 3:], ids[0, 3:] = 0, 2  # whose embedding is another in the other model
+    model, other = tiny("gpt2"), tiny("gpt2")
+    with torch.no_grad():
+        other.transformer.ln_f.weight[0] += 1
+        other.transformer.wte.weight[2] *= 9
+        batch = {"input_ids": ids, "attention_mask": mask}
+        p, q = (m(**batch).logits.double().log_softmax(-1) for m in (model, other))
+    wide = model.double(), other.double()
+    certificate = certify(*wide, *wide, [batch], site_mean=0.0, counts=COUNTS)
+    kl, same = (p.exp() * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).double()
+    assert certificate.kl == pytest.approx(kl[mask == 1].mean().item(), rel=1e-5)
+    assert kl.mean() > 2 * certificate.kl  # padding would have shown
+    assert certificate.top1 == pytest.approx(same[mask == 1].mean().item())
+
+
+def test_a_certificate_is_of_the_worst_input_and_tells_whose_error_is_whose():
+    model, other = tiny("gpt2"), tiny("gpt2")
+    with torch.no_grad():
+        other.transformer.wpe.weight[9] *= 2  # a position that the second input does not reach
+    batches = [{"input_ids": torch.arange(3, 3 + 2 * n).view(2, n)} for n in (12, 6)]
+    wide = float64_copy(model), float64_copy(other)
+    certificate = certify(*wide, model, other, batches, site_mean=0.25, counts=COUNTS)
+    assert not certificate.passed
+    assert certificate.error_rel > 1e-3
+    assert certificate.error_abs > 1e-4
+    assert certificate.own_error > 1e-3 > 1e-5 > certificate.original_error
+    assert certificate.site_mean == 0.25
+
+
+def test_a_certificate_allows_no_more_than_rounding_in_float64():
+    model = tiny("gpt2")
+    close, exact = float64_copy(model), float64_copy(model)
+    with torch.no_grad():
+        close.transformer.ln_f.bias += 1e-8
+    batch = {"input_ids": torch.arange(3, 15).view(2, 6)}
+    certificate = certify(exact, close, model, model, [batch], site_mean=0.0, counts=COUNTS)
+    assert 1e-10 < certificate.error_rel < 1e-7
+    assert not certificate.passed
+
+
+def test_an_encoder_decoder_has_no_perplexity():
+    """Its encoder has seen all that its decoder is given."""
+    ids = torch.arange(3, 27).view(2, 12)
+    model = perturb(hf.BartForConditionalGeneration(hf.BartConfig(**BART)).eval())
+    certificate = convert(model, certify_on=[{"input_ids": ids, "decoder_input_ids": ids}]).certificate
+    assert (certificate.tokens, certificate.perplexity_original, certificate.perplexity_converted) == (0, None, None)
+
+
+def test_a_certificate_tells_what_mean_is_left():
+    certificate = convert(tiny("gpt2")).certificate
+    assert 0 < certificate.site_mean < 1e-14  # rounding, which is hardly ever nothing at all
+    assert float(re.search(r"means left at norms +(\S+) of the rms", certificate.table())[1]) > 0
