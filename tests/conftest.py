@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import sys
+from pathlib import Path
 
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false",
@@ -128,6 +129,28 @@ def full_disk(monkeypatch):
         assert len(calls) >= n
 
     return at
+
+
+@pytest.fixture
+def journal(monkeypatch):
+    """What is synced, as its number in the file system, and the paths that get a file, in order."""
+    done, sync = [], os.fsync
+
+    def synced(descriptor):
+        done.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def naming(real):
+        def named(source, path, **options):
+            done.append(Path(path))
+            real(source, path, **options)
+
+        return named
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for name in ("link", "rename", "replace"):
+        monkeypatch.setattr(os, name, naming(getattr(os, name)))
+    return done
 
 
 @pytest.fixture

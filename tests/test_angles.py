@@ -110,10 +110,11 @@ def test_seeds_change_the_random_directions_and_nothing_else(tiny, ids):
         assert np.allclose(*pair) == same
 
 
-def test_exactly_the_asked_number_of_tokens_and_bos_apart(tiny, ids):
+@pytest.mark.parametrize("bos", [2, 0])
+def test_exactly_the_asked_number_of_tokens_and_bos_apart(tiny, ids, bos):
     ids = ids.copy()
-    ids[:, 5] = 2
-    table = measured(tiny("gpt2"), ids, n_tokens=100, bos=2)
+    ids[:, 5] = bos
+    table = measured(tiny("gpt2"), ids, n_tokens=100, bos=bos)
     named = table.frame[table.frame.direction != "null"]
     assert set(named.n_tokens) == {100}
     counts = table.sinks.groupby("tokens").n_tokens.unique()
@@ -133,9 +134,17 @@ def test_batches_are_reported_as_they_are_done(tiny, ids):
     assert [b.start for b in seen] == [0, 3 * 37, 6 * 37]
 
 
-def test_the_first_column_names_the_model(tiny, ids):
-    assert set(measured(tiny("gpt2"), ids, name="its name").frame.model) == {"its name"}
-    assert set(measured(tiny("gpt2"), ids, name=None).frame.model) == {"GPT2LMHeadModel"}
+def test_the_first_column_names_the_model(tiny, ids, monkeypatch):
+    def named(name):
+        table = measured(tiny("gpt2"), ids[:1], name=name, null=0)
+        assert set(table.frame.model) == set(table.sinks.model)
+        return set(table.frame.model)
+
+    assert named("its name") == {"its name"}
+    assert named(None) == {"GPT2LMHeadModel"}
+    monkeypatch.setattr(tiny("gpt2"), "name_or_path", "where/it is from")
+    assert named(None) == {"where/it is from"}
+    assert named("its name") == {"its name"}
 
 
 # --- sites ---------------------------------------------------------------------------------------------------------
@@ -269,6 +278,9 @@ def test_a_narrow_spread_is_not_taken_for_rounding():
     wide, narrow = row | {"d": 384, "dtype": "bfloat16"}, row | {"d": 192, "dtype": "float16"}
     assert already_centered(pd.DataFrame([wide, narrow])).empty
     assert len(already_centered(pd.DataFrame([row | {"d": 128, "dtype": "bfloat16"}]))) == 1
+    single = row | {"d": 128, "dtype": "float32", "std_deg": 0.0}  # as of one token, at whatever angle
+    assert already_centered(pd.DataFrame([single | {"mean_deg": 60.0}, single | {"mean_deg": 120.0}])).empty
+    assert len(already_centered(pd.DataFrame([single]))) == 1
 
 
 def test_ordinary_models_are_not_reported_as_centered(tiny, ids):

@@ -62,15 +62,45 @@ def test_drawing_leaves_matplotlibs_settings_as_they_were(tables, tmp_path):
 
 
 def test_points_and_bars_are_the_tables_means_and_deviations(tables):
-    frame = tables["gpt2"].frame
-    figure = tables["gpt2"].plot("angles")
-    axes = figure.axes[0]  # pre-attention, before the norm
-    bars = {c.get_label(): c for c in axes.containers}
-    rows = frame.query("role == 'attention' and phase == 'pre' and direction == 'uniform'").sort_values("layer")
-    points, _, (segments,) = bars["uniform vector"].lines
-    assert points.get_ydata().tolist() == pytest.approx(rows.mean_deg.tolist())
-    heights = [(s[1, 1] - s[0, 1]) / 2 for s in segments.get_segments()]
-    assert heights == pytest.approx(rows.std_deg.tolist())
+    frame, figure = tables["gpt2"].frame, tables["gpt2"].plot("angles")
+    panels = [(phase, role) for phase in ("pre", "post") for role in ("attention", "mlp", "final")]
+    for axes, (phase, role) in zip(figure.axes, panels, strict=True):
+        bars = {bar.get_label(): bar for bar in axes.containers}
+        for direction, label in figures.LABELS.items():
+            here = frame[(frame.phase == phase) & (frame.role == role) & (frame.direction == direction)]
+            rows, (points, _, (segments,)) = here.sort_values("layer"), bars[label].lines
+            assert points.get_ydata() == pytest.approx(rows.mean_deg.to_numpy()), (phase, role, direction)
+            assert points.get_xdata() == pytest.approx(rows.layer.to_numpy(), abs=0.25)  # beside each other
+            assert matplotlib.colors.same_color(points.get_color(), figures.COLORS[direction])
+            heights = [(s[1, 1] - s[0, 1]) / 2 for s in segments.get_segments()]
+            assert heights == pytest.approx(rows.std_deg.tolist())
+
+
+@pytest.mark.parametrize(("row", "phase"), [(0, "pre"), (1, "post")])
+@pytest.mark.parametrize(
+    ("label", "bounds"), [("means of random directions: all", ["min_deg", "max_deg"]), ("central 90%", ["q05", "q95"])]
+)
+def test_shaded_bands_are_those_of_the_null_ensemble(tables, row, phase, label, bounds):
+    frame, axes = tables["gpt2"].frame, tables["gpt2"].plot("angles").axes[3 * row]
+    (band,) = (found for found in axes.collections if found.get_label() == label)
+    drawn_at = {tuple(point) for point in band.get_paths()[0].vertices.round(6).tolist()}
+    null = frame[(frame.phase == phase) & (frame.role == "attention") & (frame.direction == "null")]
+    for column in bounds:
+        assert set(zip(null.layer, null[column].round(6), strict=True)) <= drawn_at
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "column"),
+    [("energy", "pre", "energy_share"), ("norms", "pre", "mean_norm"), ("rotation", "standardized", "rotation_deg")],
+)
+def test_lines_by_layer_are_the_tables(tables, kind, phase, column):
+    for axes, model in zip(tables["pair"].plot(kind).axes, ("gpt2", "llama"), strict=True):
+        frame, lines = tables[model].frame, {line.get_label(): line for line in axes.lines}
+        rows = frame[(frame.phase == phase) & (frame.direction == "uniform")]
+        for role, own in rows.sort_values("layer").groupby("role"):
+            line = lines[figures.ROLE_LABELS[role]]
+            assert line.get_xdata().tolist() == own.layer.tolist()
+            assert line.get_ydata() == pytest.approx(own[column].to_numpy(), rel=1e-9), (model, role)
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)
@@ -167,8 +197,9 @@ def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):
     null = table.frame[(table.frame.direction == "null") & (table.frame.phase == "pre")]
     assert set(null.d) == {8, 32}
     for d, rows in null.groupby("d"):
-        drawn_at = lines[f"random directions of width {d}: mean"].get_ydata()
-        assert drawn_at == pytest.approx(rows.groupby("layer").energy_share.mean().to_numpy())
+        for column, what in (("energy_share", "mean"), ("energy_q95", "95th percentile")):
+            drawn_at = lines[f"random directions of width {d}: {what}"].get_ydata()
+            assert drawn_at == pytest.approx(rows.groupby("layer")[column].mean().to_numpy())
     assert {"query/key: q_norm", "query/key: k_norm"} <= lines.keys()
 
 

@@ -17,7 +17,17 @@ from normgeo.bench import store as store_bench
 from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
-from normgeo.system.files import alone, check_file, check_folder, claimed, whole_directory, write_table, write_whole
+from normgeo.system.files import (
+    alone,
+    check_file,
+    check_folder,
+    claimed,
+    disk_explained,
+    is_full,
+    whole_directory,
+    write_table,
+    write_whole,
+)
 
 FRAME = pd.DataFrame({"a": [1, 2]})
 BENCHMARKS = {
@@ -261,3 +271,47 @@ def test_what_was_made_on_the_way_is_removed_where_nothing_came_of_it(tmp_path):
     with pytest.raises(KeyError), whole_directory(tmp_path / "a/b/c"):
         raise KeyError
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_files_are_synced_before_they_are_in_a_directory_and_the_one_that_makes_it_load_is_last(
+    tmp_path, journal, there
+):
+    """A power cut, or a kill between two files, leaves nothing that loads and is not whole."""
+    out, names = tmp_path / "out", {"config.json", "model.safetensors", "tokenizer.json"}
+    if there:
+        out.mkdir()
+    with whole_directory(out) as scratch:
+        for name in names:
+            (scratch / name).write_text("{}")
+    named = [step for step in journal if isinstance(step, Path)]
+    assert {(out / name).stat().st_ino for name in names} <= set(journal[: journal.index(named[0])])
+    assert set(named) == ({out / name for name in names} if there else {out})
+    assert named[-1] == (out / "config.json" if there else out)
+
+
+def test_a_full_disk_is_known_behind_what_a_library_raises(tmp_path):
+    def write():
+        with whole_directory(tmp_path / "out"):
+            try:
+                raise OSError(errno.ENOSPC, "full")
+            except OSError as error:
+                raise ValueError("could not write a chunk") from error
+
+    with pytest.raises(RunError, match=r"cannot write .*: the disk is full"):
+        write()
+    assert not is_full(ValueError("could not write a chunk"))
+
+
+@pytest.mark.parametrize("where", [None, "runs/a", "runs/a/state/b", "runs"])
+def test_what_refuses_a_directory_or_what_is_in_it_or_around_it_is_said_of_it(tmp_path, where):
+    path = where and str(tmp_path / where)
+    with pytest.raises(RunError, match="a cannot be written: Permission denied"), disk_explained(tmp_path / "runs/a"):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+@pytest.mark.parametrize("out", ["{}/runs/a", "a"])
+@pytest.mark.parametrize("where", ["model", "runs/another/ids.npy"])
+def test_what_is_refused_elsewhere_is_not_said_of_a_directory(tmp_path, out, where):
+    with pytest.raises(PermissionError, match=where), disk_explained(Path(out.format(tmp_path))):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / where))

@@ -84,8 +84,13 @@ def test_scalars_give_back_the_table_and_any_mask(tmp_path, no_figures):
     sink = table.sinks.query("site == 'transformer.ln_f' and phase == 'pre' and direction == 'uniform'")
     assert abs(first.mean() - sink[sink.tokens == "first"].mean_deg.item()) < 1e-5
     tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
-    ids = np.concatenate([b.ids.ravel() for b in tokens.batches(6000, 4)])
+    ids, documents = (
+        np.concatenate([getattr(b, name).ravel() for b in tokens.batches(6000, 4)]) for name in ("ids", "document")
+    )
     assert np.array_equal(store.id, ids)
+    assert np.array_equal(store.document, documents)
+    assert len(set(documents)) > 1
+    assert np.array_equal(store.position, np.arange(6000) % 64)
 
 
 def test_a_run_equals_the_library_call(tmp_path, no_figures):
@@ -195,7 +200,9 @@ def test_models_of_one_name_are_refused_before_they_are_measured(tmp_path):
         start_run(RunConfig(**SMALL | {"models": ()}), tmp_path / "run", progress=False)
 
 
-def test_what_is_left_is_said_when_a_run_is_resumed(tmp_path, monkeypatch, no_figures):
+def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_nothing(
+    tmp_path, monkeypatch, no_figures, whole
+):
     real, said = runs.write_whole, []
 
     def dying(path, content):
@@ -210,6 +217,7 @@ def test_what_is_left_is_said_when_a_run_is_resumed(tmp_path, monkeypatch, no_fi
     resume_run(tmp_path / "run", progress=False, announce=said.append)
     assert "of which" not in said[0]
     assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0.0 kB of disk", said[1])
+    assert_same(outcome(whole), outcome(tmp_path / "run"))
 
 
 def test_a_damaged_table_is_one_error(tmp_path):

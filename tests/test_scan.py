@@ -134,6 +134,12 @@ def test_a_worker_that_sees_another_store_is_refused(store, copy):
         scan._reader(replace(known, path=str(copy), seen=known.seen[::-1]))
 
 
+def test_a_worker_may_see_more_of_a_store_that_grows(store):
+    opened = HiddenStateStore(store)
+    known = scan._Scan("grows", str(store), seen(opened, 3), 3, None, 8, 16, 0)
+    assert len(scan._reader(known).store.commit_log) == len(opened.commit_log) > 3
+
+
 class Cluster:
     """One that gives nothing for a while, and then what it is asked for."""
 

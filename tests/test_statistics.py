@@ -250,9 +250,17 @@ def test_another_number_of_vectors_than_the_tokens_have_is_refused(heads, vector
         statistics.take(0, "pre", noise(vectors, 4))
 
 
-def test_one_angle_has_no_spread():
+def test_one_angle_has_no_spread_and_is_all_its_quantiles():
     frame = AngleTable.from_statistics(fed(noise(1, 7).repeat(5, 1), k=0), "m").frame
     assert set(frame.std_deg) == {0.0}
+    for column in oracle.QUANTILES:
+        assert (frame[column] == frame.mean_deg).all(), column
+
+
+def test_quantiles_are_in_order_and_none_is_beyond_the_extremes():
+    frame = AngleTable.from_statistics(fed(noise(30, 7), k=0), "m").frame
+    ordered = frame[["min_deg", *oracle.QUANTILES, "max_deg"]].to_numpy()
+    assert (ordered[:, 1:] >= ordered[:, :-1]).all()
 
 
 def test_no_null_ensemble_is_an_option():
@@ -275,6 +283,13 @@ def test_tokens_too_few_for_the_null_ensemble_give_nan_and_not_an_extreme_percen
 def test_size_does_not_depend_on_the_number_of_tokens():
     few, many = fed(noise(10, 8)), fed(noise(2000, 8))
     assert {k: v.shape for k, v in few.state.items()} == {k: v.shape for k, v in many.state.items()}
+
+
+@pytest.mark.parametrize(("heads", "kind"), [(1, "layernorm"), (4, "layernorm"), (4, "rmsnorm")])
+def test_what_is_kept_takes_no_more_than_is_said(heads, kind):
+    statistics = fed(noise(40 * heads, 8, mean=0.5), heads=heads, kind=kind)
+    taken = sum(value.nbytes for value in statistics.state_dict().values())
+    assert taken <= statistics.state_bytes(40) < 2 * taken
 
 
 def test_phases_are_in_the_order_of_the_state():

@@ -62,6 +62,14 @@ def test_truncated_and_missing_chunks_and_commits_are_named(copy):
     assert HiddenStateStore(copy).n_tokens == HiddenStateStore(copy).commit_log[3].stop
 
 
+def test_a_chunk_whose_own_checksum_is_wrong_is_named(copy):
+    """zarr alone would refuse to read it."""
+    raw = bytearray(a_chunk(copy).read_bytes())
+    raw[-2] ^= 1
+    a_chunk(copy).write_bytes(raw)
+    assert verify(copy)[1] == [f"{a_chunk(copy)} is damaged: its checksum is wrong"]
+
+
 def damaged(path, start):
     """A store's record after a flipped bit somewhere behind these words."""
     raw = bytearray(path.read_bytes())
@@ -159,16 +167,29 @@ def test_a_damaged_norm_is_one_line(copy, damage):
     assert str(file) in " ".join(verify(copy)[1])
 
 
-def test_stores_are_never_mixed(home, copy, tmp_path):
+def test_stores_and_their_rows_are_never_mixed(home, copy, tmp_path):
     other = captured(home, tmp_path / "other", "other")
     shutil.copy(other / "commits/00000002.json", copy / "commits/00000002.json")
     with pytest.raises(StoreError, match="belongs to another store"):
         HiddenStateStore(copy)
+    shutil.copy(copy / "commits/00000003.json", copy / "commits/00000002.json")
+    with pytest.raises(StoreError, match=r"commits/00000002\.json belongs to another store, or to another row of it"):
+        HiddenStateStore(copy)
+    assert any("00000002.json belongs to another" in problem for problem in verify(copy)[1])
     unfinished(other)
     shutil.copytree(home / "gpt2", home / "other", dirs_exist_ok=True)
     with pytest.raises(RunError, match="another weights sha256"):
         resume_capture(other, progress=False)
     tiny("gpt2", seed=1).save_pretrained(home / "other")
+
+
+def test_a_store_that_cannot_be_finished_is_refused_before_the_model_runs(copy, monkeypatch):
+    unfinished(copy)
+    (copy / "commits/00000004.json").unlink()
+    (copy / "state/00000001.safetensors").unlink()
+    monkeypatch.setattr(capture._Capture, "write", lambda *args: pytest.fail("computed"))
+    with pytest.raises(StoreError, match=r"00000001\.safetensors is damaged or missing; this store cannot be finished"):
+        resume_capture(copy, progress=False)
 
 
 @pytest.mark.parametrize("change", [{"activation_function": "relu"}, {"n_head": 1}, {"layer_norm_epsilon": 1e-3}])

@@ -3,6 +3,7 @@
 import functools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,36 @@ def test_what_fits_but_for_statistics_and_records_is_refused_too(home, tmp_path,
     with pytest.raises(StoreError, match=rf"needs up to [\d,]+ bytes .* has {chunks + 1000:,} free"):
         resume_capture(tmp_path / "s", progress=False)
     assert (tmp_path / "s/store.json").exists()  # what was there before is not removed
+
+
+def needed(path, monkeypatch):
+    """What resuming a store says that the rest needs."""
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+        with pytest.raises(StoreError, match=r"the rest needs up to [\d,]+ bytes and .* has 0 free") as said:
+            resume_capture(path, progress=False)
+    return int(re.search(r"up to ([\d,]+) bytes", str(said.value))[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(("model", "chunk", "changes"), [("gpt2", 8, {}), ("qwen3", 32, {"qk": True, "batch": 1})])
+def test_a_row_takes_no_more_than_is_said_and_only_rows_that_are_missing_are_counted(
+    home, tmp_path, monkeypatch, model, chunk, changes
+):
+    path = captured(home, tmp_path / "s", model, n=120, chunk=chunk, **changes)
+    layout, taken = HiddenStateStore(path).layout, []
+    unfinished(path)
+    for row in range(layout.rows):
+        chunks = [f"hidden.zarr/{spec.chunk_file(row)}" for spec in layout.arrays]
+        files = [path / name for name in (*chunks, f"state/{row:08}.safetensors", commit_file(row))]
+        taken.append(sum(-(-file.stat().st_size // BLOCK) * BLOCK for file in files))
+    (path / commit_file(0)).unlink()
+    one = needed(path, monkeypatch)
+    (path / commit_file(1)).unlink()
+    assert needed(path, monkeypatch) == 2 * one
+    assert max(taken) <= one < 2 * max(taken) + 64 * BLOCK
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2 * one}))
+    resume_capture(path, progress=False)
+    assert HiddenStateStore(path).complete
 
 
 def test_a_directory_of_ones_own_is_left_as_it_was(home, tmp_path, monkeypatch):

@@ -36,6 +36,11 @@ def test_texts_in_memory_are_those_of_a_file(tokenizer, tmp_path):
     assert len(everything(load_tokens(TEXTS, tokenizer, 8, exclude=TEXTS[:1]))[0]) < len(wanted)
 
 
+def test_where_one_text_ends_is_part_of_what_texts_are(tokenizer):
+    digests = {load_tokens(texts, tokenizer, 8).digest for texts in (["ab", "c"], ["a", "bc"], ["abc"])}
+    assert len(digests) == 3
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

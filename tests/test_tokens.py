@@ -134,9 +134,18 @@ def test_documents_can_be_left_out_by_their_text(tmp_path, tokenizer):
     assert everything(stream)[0].tolist() == packed(tokenizer, [TEXTS[0], TEXTS[2]])
 
 
-def test_blank_documents_are_skipped(tmp_path, tokenizer):
-    stream = load_tokens(write(tmp_path, ".jsonl", [TEXTS[0], "  \n", TEXTS[1]]), tokenizer, 8)
+@pytest.mark.parametrize(("suffix", "blank"), [(".jsonl", ["  \n"]), (".parquet", [None, "", "  \n"])])
+def test_blank_documents_are_skipped(tmp_path, tokenizer, suffix, blank):
+    stream = load_tokens(write(tmp_path, suffix, [TEXTS[0], *blank, TEXTS[1], *blank]), tokenizer, 8)
     assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS[:2])
+
+
+def test_lines_end_the_same_whatever_ends_them(tmp_path, tokenizer):
+    found = []
+    for end in ("\n", "\r\n", "\r"):
+        (tmp_path / "data.txt").write_bytes(end.join(TEXTS).encode())
+        found.append(everything(load_tokens(tmp_path / "data.txt", tokenizer, 8))[0].tolist())
+    assert found[0] == found[1] == found[2]
 
 
 def test_text_resumes_where_it_stopped(tmp_path, tokenizer):
@@ -185,8 +194,8 @@ def test_what_comes_before_a_mark_is_not_tokenized_again(pieces, monkeypatch):
     assert encoded[0] > 45
 
 
-@pytest.mark.parametrize("kept", [0, 100, 1 << 22])
-@pytest.mark.parametrize("most", [1, 8, 90, 10_000])
+@pytest.mark.parametrize("kept", [0, 96, 1 << 22])  # of whole contexts, as the real number
+@pytest.mark.parametrize("most", [1, 8, 96, 10_000])
 def test_counting_changes_nothing_that_comes(pieces, monkeypatch, kept, most):
     make, expected = pieces
     monkeypatch.setattr("normgeo.tokens.KEPT_TOKENS", kept)

@@ -1,0 +1,54 @@
+"""What a run is of where its configuration does not say, and what it will cost."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from normgeo.angles import cost, job
+from normgeo.angles.job import RunConfig
+from normgeo.errors import RunError
+
+NAME = "embedded-layernorm"
+
+
+@pytest.mark.parametrize(("most", "context"), [(2048, 1024), (512, 512), (None, 1024)])
+def test_contexts_are_of_1024_tokens_or_as_many_as_the_model_has_positions_for(monkeypatch, most, context):
+    monkeypatch.setattr(job, "max_context", lambda model: most)
+    monkeypatch.setattr(job, "check_context", lambda model, context: None)  # the model itself has fewer
+    monkeypatch.setattr(job, "check_pass", lambda model, sites, context: None)
+    assert job.prepare(RunConfig((NAME,), tokens=2000), NAME).tokens.context == context
+
+
+@pytest.mark.parametrize(
+    ("keep", "at_most", "kept"),
+    [(None, 500, True), (None, 499, False), ("scalars", 499, True), ("none", 500, False)],
+)
+def test_scalars_are_kept_of_not_too_many_tokens_unless_said(monkeypatch, keep, at_most, kept):
+    monkeypatch.setattr(job, "KEEP_SCALARS_UP_TO", at_most)
+    assert job.prepare(RunConfig((NAME,), tokens=500, context=64, keep=keep), NAME).keep is kept
+
+
+def test_a_configuration_is_compared_without_where_it_and_its_parts_are_from():
+    part = {"hidden_size": 8, "_name_or_path": "a", "transformers_version": "4"}
+    assert job._lasting(part | {"text_config": part}) == {"hidden_size": 8, "text_config": {"hidden_size": 8}}
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "took"), [(25, "about 3 s"), (1000, "about 55 s"), (100_000, "about 92 min"), (10**6, "about 15.3 h")]
+)
+def test_the_time_of_a_run_is_that_of_a_second_batch_for_all_its_tokens(tiny, monkeypatch, n_tokens, took):
+    clock, shapes = iter([0.0, 100.0, 200.0, 202.0]), []  # the first batch warms up
+    monkeypatch.setattr(cost, "forward", lambda model, batch, known: shapes.append(batch.ids.shape))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    said = cost.cost(tiny("gpt2"), n_tokens, 10, 4, 2_345_678)
+    monkeypatch.undo()  # pytest reads the clock too
+    assert said.startswith(f"{took}, ")
+    assert said.endswith(" of memory, 2.3 MB of disk")
+    assert shapes == [(min(4, n_tokens // 10), 10)] * 2
+
+
+def test_only_what_does_not_fit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    cost.check_space(tmp_path, 1000)
+    with pytest.raises(RunError, match="the scalars need"):
+        cost.check_space(tmp_path, 1001)

@@ -1,0 +1,60 @@
+"""What a power cut or a kill may leave of a storage, and which writers are dead."""
+
+import os
+
+import pytest
+
+from normgeo.store.holder import holder, is_dead, read_holder
+from normgeo.store.storage import Disk
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk that is being written."""
+    disk = Disk(tmp_path / "s")
+    with disk.writing():
+        yield disk
+
+
+@pytest.mark.parametrize(("way", "name"), [("put", "store.json"), ("create", "commits/00000000.json")])
+def test_a_file_is_synced_before_it_has_its_name_and_the_name_after(disk, journal, way, name):
+    getattr(disk, way)(name, b"content")
+    file = disk.path / name
+    assert journal == [file.stat().st_ino, file, file.parent.stat().st_ino]
+
+
+def test_all_in_a_folder_is_synced_before_it_has_its_name_and_the_name_after(disk, journal):
+    disk.publish("hidden.zarr", dict.fromkeys(("zarr.json", "a/zarr.json", "a/b/zarr.json"), b"{}"))
+    folder = disk.path / "hidden.zarr"
+    inside, renamed = [folder, *folder.rglob("*")], journal.index(folder)
+    assert len(inside) == 6
+    assert {path.stat().st_ino for path in inside} <= set(journal[:renamed])
+    assert journal[renamed + 1 :] == [disk.path.stat().st_ino]
+
+
+def test_what_a_killed_writer_left_unfinished_is_in_nothing(tmp_path):
+    left, disk = tmp_path / "s/scratch/hidden.zarr.part/sites/another", Disk(tmp_path / "s")
+    left.mkdir(parents=True)
+    (left / "zarr.json").write_text("{}")
+    with disk.writing():
+        assert os.listdir(tmp_path / "s/scratch") == []
+        disk.publish("hidden.zarr", {"zarr.json": b"{}"})
+    assert os.listdir(tmp_path / "s/hidden.zarr") == ["zarr.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "dead"),
+    [
+        (None, {}, False),
+        (ProcessLookupError, {}, True),
+        (PermissionError, {}, False),  # of another user
+        (ProcessLookupError, {"machine": "of another container or boot, on a host of this name"}, False),
+    ],
+)
+def test_only_a_writer_that_would_be_seen_here_is_dead(monkeypatch, error, changes, dead):
+    def kill(pid, signal):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert is_dead(read_holder(holder("run")) | changes) is dead

@@ -1,0 +1,71 @@
+"""The rules of the verdict and of the summary, on a table whose numbers are all different."""
+
+import pandas as pd
+import pytest
+
+from normgeo.angles.verdict import scenario, summary, verdict
+
+
+@pytest.fixture
+def frame():
+    """Four sites."""
+    about = {"model": "m", "role": "mlp", "kind": "layernorm", "d": 64, "heads": 1, "dtype": "float32", "n_excluded": 0}
+    pre = {
+        "mean_deg": [60.0, 80.0, 90.0, 97.0], "null_percentile": [0.5, 2.5, 50.0, 99.0],
+        "null_z": [-9.0, -2.0, 0.5, 4.0], "energy_percentile": [100.0, 95.0, 30.0, 5.0],
+        "energy_share": [0.5, 0.01, 0.002, 0.06],
+    }  # fmt: skip
+    rows = []
+    for i in range(4):
+        site = about | {"site": f"s{i}"}
+        uniform, null = (site | {"direction": name, "n_tokens": n} for name, n in (("uniform", 100), ("null", 40 - i)))
+        null |= {"energy_share": 0.01 * (i + 1), "energy_q95": 0.3}
+        rows += [
+            uniform | {"phase": "pre", "std_deg": 3.0} | {name: values[i] for name, values in pre.items()},
+            uniform | {"phase": "post", "std_deg": 5.0, "mean_deg": 85.0 + i},
+            null | {"phase": "pre", "mean_deg": 90.0},
+            null | {"phase": "post", "mean_deg": 70.0},
+        ]
+    return pd.DataFrame(rows)
+
+
+def test_every_number_of_a_scenario_is_of_the_column_it_is_named_for(frame):
+    expected = {
+        "sites": 4, "mean_deg": 85.0, "least_deg": 60.0, "most_deg": 97.0, "post_deg": 86.5, "outside": 2, "z": 3.0,
+        "special": 2, "empty": 1, "large": 1, "energy": 0.035, "top_energy": 0.5, "top_site": "s0",
+        "null_energy": 0.025, "null_tokens": 37, "tested": True, "holds": False,
+    }  # fmt: skip
+    found = scenario(frame)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize(("large", "holds"), [(2, False), (3, True)])
+def test_a_scenario_holds_where_most_sites_have_a_large_component(frame, large, holds):
+    pre = (frame.direction == "uniform") & (frame.phase == "pre")
+    frame.loc[pre, "energy_percentile"], frame.loc[pre, "energy_share"] = 99.0, [0.06] * large + [0.04] * (4 - large)
+    assert scenario(frame)["holds"] is holds
+
+
+def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
+    sinks = frame[frame.direction == "uniform"].assign(tokens="first", mean_norm=[8.0 + i for i in range(8)])
+    text = verdict(frame, sinks)
+    for said in (
+        "before the norm: 85.00° (median over 4 sites; 60.00° to 97.00°); after it, 86.50°.",
+        "removes 3.500% of the squared norm at the median site, at most 50.000% (s0). A random direction holds 2.500%.",
+        "at 2 of 4 sites (chance: 0.2); median |z| 3.00.",
+        "95% of random directions at 2 of 4 sites; at 1 that is also more than 5% of the energy",
+        "At 1 sites less energy lies along it",
+        "| first position of a context | 100 | 85.00° | 11 |",
+    ):
+        assert said in text
+
+
+def test_a_summary_is_of_before_and_after_the_norm(frame):
+    (row,) = summary(frame).to_dict("records")
+    expected = {
+        "sites": 4, "before_deg": 81.75, "before_std_deg": 3.0, "after_deg": 86.5, "after_std_deg": 5.0,
+        "energy_share": 0.143, "null_percentile": 26.25,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
