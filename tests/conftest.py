@@ -53,10 +53,26 @@ def tiny():
 
     def get(name):
         if name not in built:
-            built[name] = zoo.tiny(name)
-        return built[name]
+            model = zoo.tiny(name)
+            built[name] = model, zoo.fingerprint(model)
+        get.given.add(name)
+        return built[name][0]
 
+    get.built, get.given = built, set()
     return get
+
+
+@pytest.fixture(autouse=True)
+def shared_models_stay_as_they_are(request):
+    """Others are given them: which tests come after one that changes a model is another question in every run."""
+    yield
+    if "tiny" in request.fixturenames:
+        get = request.getfixturevalue("tiny")
+        changed = [name for name in get.given if zoo.fingerprint(get.built[name][0]) != get.built[name][1]]
+        get.given.clear()
+        for name in changed:
+            del get.built[name]
+        assert not changed, f"the test changed {', '.join(changed)}, which other tests are given: take zoo.tiny"
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+import zoo
 from torch.nn.utils import prune
 from training_zoo import small
 
@@ -41,8 +42,8 @@ def test_probing_a_norm_runs_nobodys_hooks(tiny):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_norm_whose_weight_a_hook_makes_is_found(grad, tiny):
-    model = tiny("gpt2")
+def test_a_norm_whose_weight_a_hook_makes_is_found(grad):
+    model = zoo.tiny("gpt2")
     names = [site.name for site in find_sites(model)]
     with torch.set_grad_enabled(grad):
         prune.random_unstructured(model.transformer.h[0].ln_1, "weight", amount=0.3)

@@ -336,8 +336,8 @@ def test_padding_is_told(tiny, ids, end):
     assert len(told) == 1
 
 
-def test_a_token_that_ends_documents_is_no_padding(tiny, ids):
-    model, ended = tiny("gpt2"), ids.copy()
+def test_a_token_that_ends_documents_is_no_padding(ids):
+    model, ended = zoo.tiny("gpt2"), ids.copy()
     model.config.pad_token_id, ended[:, -4:] = 5, 5
     for ends in (5, [2, 5]):
         model.config.eos_token_id = ends

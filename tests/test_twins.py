@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+import zoo
 from torch.nn.functional import cross_entropy
 from training_zoo import small, trained
 
@@ -66,14 +67,14 @@ def losses_in_float64(model, inputs, labels, steps=50):
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "vit"])
-def test_forms_follow_the_pre_ln_model(arch, tiny):
+def test_forms_follow_the_pre_ln_model(arch):
     """Pre-RMSNorm and Pre-CRMSNorm from converted weights: one loss curve (*Pre-RMSNorm* section 3.4)."""
     generator = torch.Generator().manual_seed(2)
     if arch == "gpt2":
         plain = moved(twins._pre_ln("pre-crmsnorm", small(layers=2, dropout=0.0), 48, 0))
         inputs, labels = {"input_ids": torch.randint(48, (4, 16), generator=generator)}, 48
     else:
-        plain = moved(widened(tiny("vit")))
+        plain = moved(widened(zoo.tiny("vit")))
         size = plain.config.image_size
         inputs = {"pixel_values": torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)}
         labels = plain.config.num_labels
@@ -90,8 +91,8 @@ def test_forms_follow_the_pre_ln_model(arch, tiny):
 
 
 @pytest.mark.parametrize("arch", ["gpt_neox", "opt"])
-def test_compressed_forms_of_others(arch, tiny):
-    plain = moved(tiny(arch))
+def test_compressed_forms_of_others(arch):
+    plain = moved(zoo.tiny(arch))
     form, inputs = compressed(plain), example_inputs(plain)
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
     with torch.no_grad():
