@@ -3,8 +3,6 @@
 import torch
 import transformers as hf
 
-from normgeo.models import weights_digest
-
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96,
          "max_position_embeddings": 64}  # fmt: skip
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -75,6 +73,9 @@ def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
 
 def fingerprint(model):
     """What a model is: its weights, the classes, modes and hooks of its modules, and its configuration."""
+    # not above: what is imported within normgeo while its types are checked is compiled anew, its warnings are errors
+    from normgeo.models import weights_digest
+
     modules = [(name, type(m), m.training, *map(hooks, (m._forward_hooks, m._forward_pre_hooks)))
                for name, m in model.named_modules()]  # fmt: skip
     return weights_digest(model), modules, model.config.to_json_string()
