@@ -83,9 +83,9 @@ def revisions(repository: str) -> list[str]:
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
+    if huggingface_hub.is_offline_mode():
+        return _in_the_cache(repository)
     try:
-        if huggingface_hub.is_offline_mode():
-            return _in_the_cache(repository)
         refs = huggingface_hub.HfApi().list_repo_refs(repository)
     except RepositoryNotFoundError as error:
         raise ModelError(

@@ -116,7 +116,10 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
     )  # fmt: skip
     assert statuses == [0, 1], said
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "again/angles.parquet"), frame)
-    assert "the hub's cache has no revision of such a model" in said[1]
+    assert said[1] == (
+        "error: there is no directory 'org/other', and the hub's cache has no revision of such a model, which is all "
+        "that there is offline"
+    )
 
 
 def test_steps_among_revisions(monkeypatch, tmp_path):
