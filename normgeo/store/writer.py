@@ -130,7 +130,7 @@ class _Buffers:
                 self._free.clear()
                 self._kept = 0
         if pinned:
-            return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.from_numpy(pages(n)[:n])
 
     def give(self, buffer: Tensor, pinned: bool) -> None:
