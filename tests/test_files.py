@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -257,6 +258,35 @@ def test_what_a_killed_process_left_is_no_obstacle(tmp_path):
     with whole_directory(tmp_path / "out") as scratch:
         (scratch / "table").write_text("whole")
     assert (tmp_path / "out/table").read_text() == "whole"
+
+
+WRITES = """
+import sys, time
+from contextlib import suppress
+from pathlib import Path
+from normgeo.system.files import whole_directory
+with whole_directory(Path(sys.argv[1])) as scratch:
+    (scratch / "half").write_text("half")
+    print(scratch, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_killed_process_had_written_is_removed_by_the_next_and_what_a_living_one_writes_is_not(tmp_path, there):
+    out = tmp_path / "o*t"
+    if there:
+        out.mkdir()
+    with subprocess.Popen([sys.executable, "-c", WRITES, str(out)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        scratch = Path(process.stdout.readline().strip())
+        with suppress(RunError), whole_directory(out, keep=False):
+            pass
+        assert (scratch / "half").exists()
+        process.kill()
+    with whole_directory(out) as mine:
+        (mine / "table").write_text("whole")
+    assert [path.name for path in tmp_path.rglob("*")] == ["o*t", "table"]
 
 
 def test_what_was_made_on_the_way_is_removed_where_nothing_came_of_it(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import itertools
 import json
 import os
@@ -275,7 +276,7 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
     """A directory to write into, which is there as `out` when everything in it is safely written, or not at all.
 
     An empty directory stays the one it is and gets the content: it may be a mount, or where somebody works. A link
-    stays one: what it names is written.
+    stays one: what it names is written. What a process left that was killed at it is removed by the next.
 
     Args:
         out: where.
@@ -287,14 +288,15 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
         RunError: it cannot be written or the disk is full; or, where nothing is to be replaced, it is not empty.
     """
     where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
+    for home in (where, where.parent):
+        _clear(home, where.name)
     if not replace and (taken(where) or where.is_symlink()):  # a link that is left leads to itself
         raise RunError(f"{out} exists already; choose another directory, nothing was written")
     home = where if where.exists() and not replace else where.parent
     with ExitStack() as folders:
         try:
             folders.enter_context(_folders(home))
-            scratch = _scratch(home, where.name, fixed=replace)
-            folders.callback(shutil.rmtree, scratch, ignore_errors=True)
+            scratch = folders.enter_context(_scratch(home, where.name, fixed=replace))
         except OSError as error:
             raise RunError(f"cannot write to {home}: {error.strerror}; nothing was written") from error
         try:
@@ -321,12 +323,38 @@ def _unwritten(out: Path, scratch: Path, error: Exception, replace: bool) -> Run
     return RunError(f"cannot write {out}: {why}; nothing was left behind")
 
 
-def _scratch(home: Path, name: str, *, fixed: bool) -> Path:
-    """A new directory beside what it becomes; one of a fixed name takes the place of that of a process that died."""
+@contextmanager
+def _scratch(home: Path, name: str, *, fixed: bool) -> Iterator[Path]:
+    """A new directory beside what it becomes, removed if it is still there at the end.
+
+    One of a fixed name takes the place of that of a process that died. Another is locked while its process lives.
+    """
     scratch = home / (f".{name}{PARTIAL}" if fixed else f".{name}-{secrets.token_hex(4)}{PARTIAL}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    return scratch
+    lock = os.open(scratch, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if lock is not None and not _held(lock, scratch):
+            raise OSError(errno.EAGAIN, "another process took its scratch directory for left behind")
+        yield scratch
+    finally:
+        if lock is not None:
+            os.close(lock)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear(home: Path, name: str) -> None:
+    """Remove the scratch directories of processes that were killed, whose locks are free: they may be large."""
+    if fcntl is None:
+        return
+    for left in home.glob(f".{glob.escape(name)}-{'[0-9a-f]' * 8}{PARTIAL}"):
+        with suppress(OSError):  # it is in use, or not ours, or the disk has no locks
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _settle(folder: Path) -> None:
