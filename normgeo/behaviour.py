@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from normgeo.models import copied
 
 __all__ = ["Behaviour", "Kind", "behaviour_of"]
 
@@ -41,10 +42,13 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
     With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
     vectors and must then predict f on others, whose lengths and means differ widely. A norm remains one with a gain
     that is zero or not finite: those numbers are ones while it is probed.
+
+    Raises:
+        ModelError: it cannot be copied.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    module = copy.deepcopy(module, _without_hooks(module, dtype)).to(dtype).eval()
+    module = copied(module, _without_hooks(module, dtype)).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
 
     def probe(scale: float) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "TwinLMHeadModel",
     "base_model",
     "check_model",
+    "copied",
     "default_dtype",
     "memory_explained",
     "on_cpu",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=nn.Module)
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {"embedded-layernorm": ASSETS / "layernorm", "embedded-rmsnorm": ASSETS / "rmsnorm"}
@@ -186,10 +188,22 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def copied(module: M, memo: dict[int, Any] | None = None) -> M:
+    """A deep copy of a module, with `memo` in the place of what has these ids.
+
+    Raises:
+        ModelError: it cannot be copied, as what holds a lock or an open file.
+    """
+    try:
+        return copy.deepcopy(module, memo)
+    except TypeError as error:
+        raise ModelError(f"{type(module).__name__} cannot be copied, which this takes: {error}") from error
+
+
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in modules of their own: hooks that either gets from now on are not on the other."""
     shared = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    return copied(model, {id(tensor): tensor for tensor in shared})
 
 
 def check_model(model: Any) -> None:

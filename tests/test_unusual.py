@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import numpy as np
 import pandas as pd
@@ -326,3 +327,14 @@ def test_a_gain_of_another_name_is_found_at_every_width(width, heads):
     for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.LayerNorm)]:
         model.set_submodule(name, Scaled(norm))
     assert len(convert(model).replaced) == 5
+
+
+@pytest.mark.parametrize(
+    ("where", "do"),
+    [("final_layer_norm", find_sites), ("final_layer_norm", convert), ("layers.0", find_gauge), ("layers.0", convert)],
+)
+def test_a_module_that_cannot_be_copied_is_one_error(where, do):
+    model = zoo.tiny("gpt_neox")
+    model.gpt_neox.get_submodule(where).lock = threading.Lock()
+    with pytest.raises(ModelError, match=r"(LayerNorm|ForCausalLM) cannot be copied, which this takes: cannot pickle"):
+        do(model)

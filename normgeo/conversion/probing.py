@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
 from normgeo.errors import ModelError, NormGeoError
-from normgeo.models import default_dtype, uncompiled
+from normgeo.models import copied, default_dtype, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite, is_leaf
 
@@ -97,7 +96,7 @@ def untie(model: nn.Module, *, always: bool = False) -> None:
 
 def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedModel:
     """A copy in float64, in evaluation mode, without a cache, and untied unless asked for."""
-    probe = copy.deepcopy(model)
+    probe = copied(model)
     if not tied:
         untie(probe)
     for config in (probe.config, probe.config.get_text_config()):
