@@ -114,6 +114,19 @@ def test_what_layerscale_scales_decompresses():
     assert worst_error(model, decompress(small).model, example_inputs(model, 9, seed=3)) < 1e-14
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("cohere", {"use_qk_norm": True}), ("phi", {"qk_layernorm": True})], ids=["cohere", "phi"]
+)
+def test_norms_on_heads_read_all_numbers_of_queries_and_keys(name, settings, padded):
+    """They stay LayerNorms, and what writes queries writes into no stream that is compressed."""
+    model = tiny(name, **settings)
+    conversion = convert(model, to="crmsnorm", padded=padded)
+    assert len(conversion.replaced) == 3
+    assert conversion.untouched
+    assert worst_error(model, decompress(conversion.model).model, example_inputs(model, 9, seed=3)) < 1e-6
+
+
 def test_what_gives_no_numbers_is_not_decompressed():
     _, conversion = converted("gpt2", to="crmsnorm")
     model = copy.deepcopy(conversion.model)

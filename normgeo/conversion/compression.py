@@ -10,7 +10,7 @@ keeps gamma and beta and gives all d numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def compress(
         ConversionError: the model cannot do without it.
     """
     truth = outputs_of(exact, inputs)
-    writers = [*_downstream(exact, gauge, inputs), *gauge.tables]
+    writers = [*_downstream(exact, gauge, inputs, recipe["norms"]), *gauge.tables]
     recipe["writers"] = [list(shift) for shift in writers]
     recipe["scales"] = sorted(set(gauge.scaled.values()))
     for name, axis in recipe["readers"]:
@@ -153,13 +153,18 @@ def compress(
         _check_narrow(exact, inputs, truth)
 
 
-def _downstream(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Shift]:
-    """The writers that no explicit recenter follows: what is recentered later has to be whole until then."""
+def _downstream(
+    exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], replaced: Container[str]
+) -> list[Shift]:
+    """The writers that no explicit recenter follows: what is recentered later has to be whole until then.
+
+    Nor does one that only norms which stay read, as those on heads read queries: they want all its numbers.
+    """
     writers = [*gauge.writers, *gauge.scaled]
     if not writers:  # every mean is removed explicitly
         return []
     parameters = [exact.get_parameter(name).requires_grad_(True) for name, _ in writers]
-    with torch.enable_grad(), site_inputs(exact, gauge.layernorms) as given:
+    with torch.enable_grad(), site_inputs(exact, [s for s in gauge.layernorms if s.name in replaced]) as given:
         outputs_of(exact, inputs)
         means = [x.mean(-1) for tensors in given.values() for x in tensors]
         total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
