@@ -100,7 +100,8 @@ def _without_hooks(module: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
 def _fits_any(module: nn.Module, x: Tensor) -> bool:
     """Whether a module with parameters takes vectors of another width: its gains belong to another axis (GroupNorm)."""
     try:
-        return any(True for _ in module.parameters()) and module(x[..., :-1]) is not None
+        narrow = x[..., :-1]  # of a width of one, gains of two make two again
+        return any(True for _ in module.parameters()) and module(narrow).shape == narrow.shape
     except Exception:  # whatever a module raises at a wrong width
         return False
 

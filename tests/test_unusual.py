@@ -338,3 +338,9 @@ def test_a_module_that_cannot_be_copied_is_one_error(where, do):
     model.gpt_neox.get_submodule(where).lock = threading.Lock()
     with pytest.raises(ModelError, match=r"(LayerNorm|ForCausalLM) cannot be copied, which this takes: cannot pickle"):
         do(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_stream_of_two_numbers_has_norms(name):
+    narrow = {"n_embd": 2, "n_head": 1} if name == "gpt2" else {"hidden_size": 2, "num_attention_heads": 1}
+    assert len(find_sites(zoo.tiny(name, **narrow))) == 5
