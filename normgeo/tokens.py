@@ -100,9 +100,10 @@ class TokenStream:
             raise DataError(f"{source}: token ids must be integers >= 0 in rows of one length ({error})") from error
         digest = _digest(rows) if rows.ndim == 2 and rows.size and rows.dtype.kind in "iu" else None
         if digest is None:
+            found = f", from {rows.min()} to {rows.max()}" if rows.size and rows.dtype.kind in "iu" else ""
             raise DataError(
                 f"{source}: token ids must be a non-empty [sequences, time] array of integers >= 0; received "
-                f"shape {rows.shape}, dtype {rows.dtype}"
+                f"shape {rows.shape}, dtype {rows.dtype}{found}"
             )
         width = rows.shape[1]
         length = min(_length(context, width), width)
