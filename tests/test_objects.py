@@ -23,7 +23,7 @@ from normgeo.errors import NormGeoError, StoreError
 from normgeo.store import writer as store_writer
 from normgeo.store.capture import resume_capture, start_capture
 from normgeo.store.check import verify
-from normgeo.store.objects import storage_at
+from normgeo.store.objects import Objects, storage_at
 from normgeo.store.scan import angles_from_store
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -153,6 +153,14 @@ def test_damage_is_named(home, url):
     assert "c.0.0 is missing" in problems
     with pytest.raises(StoreError, match=r"c\.0\.0 cannot be read"):
         angles_from_store(url, null=4, progress=False)
+
+
+def test_answers_that_end_early_are_said(home, remote, monkeypatch):
+    real = Objects.read_range
+    monkeypatch.setattr(Objects, "read_range", lambda self, name, start, n: real(self, name, start, n)[:100])
+    problems = verify(remote)[1]
+    assert problems
+    assert all("cannot be read: 100 bytes came of its" in problem for problem in problems)
 
 
 # --- interruptions and other writers ----------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
         return [unread(storage, name, error)]
     if len(content) != n + TRAILER:
         size = storage.size(name)
+        if size == n + TRAILER:
+            return [f"{storage.at(name)} cannot be read: {len(content)} bytes came of its {size}"]
         return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
     body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
     if checksum(body) != crc or trailer != crc:
