@@ -196,11 +196,12 @@ def test_a_tie_is_kept_though_one_of_its_tables_is_never_read(name, tmp_path):
     torch.testing.assert_close(logits(again, inputs), logits(model, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("to", ["rmsnorm", "crmsnorm"])
 @pytest.mark.parametrize("name", ["mbart", "m2m_100", "pegasus"])
-def test_a_table_that_is_never_read_may_take_the_place_of_those_it_is_tied_to(name):
+def test_a_table_that_is_never_read_may_take_the_place_of_those_it_is_tied_to(name, to):
     """As resizing has it in BART's family, where `model.shared` becomes the encoder's and the decoder's."""
     model = zoo.perturb(tiny(next(a for a in architectures() if a.model_type == name)))
-    converted, known = convert(model).model, model.get_input_embeddings().num_embeddings
+    converted, known = convert(model, to=to).model, model.get_input_embeddings().num_embeddings
     inputs = example_inputs(model, seed=4)
     mine = converted.get_input_embeddings()(inputs["input_ids"])
     torch.testing.assert_close(mine, converted.get_encoder().embed_tokens(inputs["input_ids"]))

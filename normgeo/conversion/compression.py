@@ -176,7 +176,14 @@ def _downstream(
         _, rest, others = beside(exact, shift.parameter)
         return any(Shift(f"{other}.{rest}", shift.axis) in kept for other in others)
 
-    return [s for s in writers if s in kept or (s.parameter in gauge.unreached and as_beside(s))]
+    def as_tied(shift: Shift) -> bool:
+        """Whether it is a table that nothing reads, and that may take the place of one it was tied to."""
+        return any(k.axis == shift.axis and torch.equal(values[k], values[shift]) for k in kept)
+
+    values = dict(zip(writers, parameters, strict=True))
+    idle = {shift for shift, gradient in zip(writers, moved, strict=True) if gradient is None}
+    unreached = {shift for shift in writers if shift.parameter in gauge.unreached}
+    return [s for s in writers if s in kept or (s in unreached and as_beside(s)) or (s in idle and as_tied(s))]
 
 
 def _shift(pair: list[Any]) -> Shift:
