@@ -19,7 +19,7 @@ def frame():
     for i in range(4):
         site = about | {"site": f"s{i}"}
         uniform, null = (site | {"direction": name, "n_tokens": n} for name, n in (("uniform", 100), ("null", 40 - i)))
-        null |= {"energy_share": 0.01 * (i + 1), "energy_q95": 0.3}
+        null |= {"energy_share": 0.01 * (i + 1), "energy_q95": 0.3, "n_directions": 39}
         rows += [
             uniform | {"phase": "pre", "std_deg": 3.0} | {name: values[i] for name, values in pre.items()},
             uniform | {"phase": "post", "std_deg": 5.0, "mean_deg": 85.0 + i},
@@ -33,7 +33,7 @@ def test_every_number_of_a_scenario_is_of_the_column_it_is_named_for(frame):
     expected = {
         "sites": 4, "mean_deg": 85.0, "least_deg": 60.0, "most_deg": 97.0, "post_deg": 86.5, "outside": 2, "z": 3.0,
         "special": 2, "empty": 1, "large": 1, "energy": 0.035, "top_energy": 0.5, "top_site": "s0",
-        "null_energy": 0.025, "null_tokens": 37, "tested": True, "holds": False,
+        "null_energy": 0.025, "null_tokens": 37, "null_directions": 39, "tested": True, "holds": False,
     }  # fmt: skip
     found = scenario(frame)
     assert found.keys() == expected.keys()
@@ -48,13 +48,22 @@ def test_a_scenario_holds_where_most_sites_have_a_large_component(frame, large, 
     assert scenario(frame)["holds"] is holds
 
 
+def test_fewer_directions_than_a_central_95_percent_needs_are_no_test(frame):
+    assert scenario(frame)["tested"]
+    frame.loc[frame.direction == "null", "n_directions"] = 38
+    text = verdict(frame, pd.DataFrame())
+    assert "**not tested** for m: there are 38 random directions and they met 37 tokens; it takes 39 and 16" in text
+    assert "does not hold" not in text
+    assert "Null ensemble" not in text
+
+
 def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
     sinks = frame[frame.direction == "uniform"].assign(tokens="first", mean_norm=[8.0 + i for i in range(8)])
     text = verdict(frame, sinks)
     for said in (
         "before the norm: 85.00° (median over 4 sites; 60.00° to 97.00°); after it, 86.50°.",
         "removes 3.500% of the squared norm at the median site, at most 50.000% (s0). A random direction holds 2.500%.",
-        "at 2 of 4 sites (chance: 0.2); median |z| 3.00.",
+        "at 2 of 4 sites (chance: 0.2 on average, but sites that share a stream stray together); median |z| 3.00.",
         "95% of random directions at 2 of 4 sites; at 1 that is also more than 5% of the energy",
         "At 1 sites less energy lies along it",
         "| first position of a context | 100 | 85.00° | 11 |",

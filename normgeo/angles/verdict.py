@@ -12,6 +12,7 @@ __all__ = [
     "CENTERED_DEG",
     "CENTERED_ROUNDINGS",
     "GROUP_LABELS",
+    "LEAST_DIRECTIONS",
     "LEAST_TOKENS",
     "already_centered",
     "scenario",
@@ -28,6 +29,10 @@ the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float1
 
 LEAST_TOKENS = 16
 """Mean angles of fewer tokens are those of the first one, a sink, as much as of any."""
+
+LEAST_DIRECTIONS = 39
+"""Of fewer, one more like them lies outside all of them in more than 5% of cases, 2 / (K + 1): what is called outside
+the central 95% would be outside of less."""
 
 GROUP_LABELS = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 EXPECTED_OUTSIDE = 0.05
@@ -81,6 +86,7 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
     top = pre.sort_values("energy_share").iloc[-1]
     null = frame[(frame.direction == "null") & (frame.phase == "pre")]
     met = int(null.n_tokens.min()) if len(null) else 0
+    directions = int(null.n_directions.min()) if len(null) else 0
     return {
         "sites": len(pre),
         "mean_deg": pre.mean_deg.median(),
@@ -97,7 +103,8 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
         "top_site": str(top.site),
         "null_energy": null.energy_share.median(),
         "null_tokens": met,
-        "tested": bool(pre.null_percentile.notna().any()) and met >= LEAST_TOKENS,
+        "null_directions": directions,
+        "tested": directions >= LEAST_DIRECTIONS and met >= LEAST_TOKENS,
         "holds": bool(large.mean() > 0.5),
     }
 
@@ -108,8 +115,9 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
     answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
     if not s["tested"]:
         answer = (
-            f"**not tested** for {model}: too few random directions (--null), or they met too few tokens "
-            f"({s['null_tokens']}; --null-every, --tokens)."
+            f"**not tested** for {model}: there are {s['null_directions']} random directions and they met "
+            f"{s['null_tokens']} tokens; it takes {LEAST_DIRECTIONS} and {LEAST_TOKENS} (--null, --null-every, "
+            "--tokens)."
         )
     claim = (
         "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
@@ -130,11 +138,11 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
         lines[-1] += f" A random direction holds {100 * s['null_energy']:.3f}%."
         lines += [
             f"- Null ensemble: the uniform vector's mean angle lies outside the central 95% of random directions at "
-            f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f}); median |z| "
-            f"{s['z']:.2f}. More energy lies along it than along 95% of random directions at {s['special']} of "
-            f"{s['sites']} sites; at {s['large']} that is also more than {100 * LARGE_ENERGY:.0f}% of the energy, "
-            f"which is what the scenario asks for at most sites. At {s['empty']} sites less energy lies "
-            "along it than along 95% of random directions.",
+            f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f} on average, but sites "
+            f"that share a stream stray together); median |z| {s['z']:.2f}. More energy lies along it than "
+            f"along 95% of random directions at {s['special']} of {s['sites']} sites; at {s['large']} that is "
+            f"also more than {100 * LARGE_ENERGY:.0f}% of the energy, which is what the scenario asks "
+            f"for at most sites. At {s['empty']} sites less energy lies along it than along 95% of random directions.",
         ]
     return lines
 
