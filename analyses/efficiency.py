@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from analyses import _axes, _source
 from normgeo import figures
 from normgeo.bench.inference import summary
+from normgeo.bench.inference_models import SIZES
 
 LABELS = {
     "original": "Pre-LN", "original-kernel": "Pre-LN, kernel", "pre-rmsnorm": "Pre-RMSNorm",
@@ -40,20 +41,29 @@ def compute(run: Path | None = None) -> pd.DataFrame:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """Table 3: means over models and shapes of each variant's ratio; below, of that inside norms and additions."""
+    """Table 3: means over models of a kind and shapes of each variant's ratio; below, of that inside norms."""
     names = [name for name in LABELS if name in set(frame.variant)]
+    frame = frame.assign(models=frame.model.map(_kind))
+    by = [*CONDITION, "models"]
     text = []
     for title, column in (("Whole forward pass", "ratio"), ("Norms and residual additions inside it", "norm_ratio")):
-        means = frame.groupby([*CONDITION, "variant"], sort=False)[column].mean().unstack("variant")
+        means = frame.groupby([*by, "variant"], sort=False)[column].mean().unstack("variant")
         means = means[means.notna().any(axis=1)]
-        cases = frame[frame.variant == "original"].groupby(CONDITION, sort=False).size()
+        cases = frame[frame.variant == "original"].groupby(by, sort=False).size()
         text += [f"{title}, time over Pre-LN's", ""]
-        text += ["| | cases | " + " | ".join(LABELS[n] for n in names) + " |", "| --- |" + " ---: |" * (len(names) + 1)]
+        text += ["| | models | cases | " + " | ".join(LABELS[n] for n in names) + " |"]
+        text += ["| --- | --- |" + " ---: |" * (len(names) + 1)]
         for key, row in means.iterrows():
+            *condition, models = key  # pyright: ignore
             cells = ["" if np.isnan(value) else f"{value:.4f}" for value in row.reindex(names)]
-            text.append(f"| {_words(key)} | {cases[key]} | " + " | ".join(cells) + " |")  # pyright: ignore
+            text.append(f"| {_words(condition)} | {models} | {cases[key]} | " + " | ".join(cells) + " |")  # pyright: ignore
         text.append("")
     return "\n".join(text)
+
+
+def _kind(model: str) -> str:
+    """Table 3 is of ViTs: what is only true of another kind of model stays out of its means."""
+    return {"vit": "ViT", "gpt": "GPT-3"}[model[:3]] if model in SIZES else model
 
 
 def _words(key: object) -> str:

@@ -69,6 +69,10 @@ def test_a_frame_that_was_measured_is_drawn_and_tabled(raw, tmp_path):
     assert len(rows) == 2
     means = frame[(frame.dtype == "float32") & (frame.phase == "decode")].groupby("variant").ratio.mean()
     assert f"{means['no-norm']:.4f}" in rows[0]
+    two = efficiency.markdown(pd.concat([frame.assign(model=name) for name in ("vit-tiny", "vit-base", "gpt-small")]))
+    assert [line.split(" | ")[1:3] for line in two.splitlines() if line.startswith("| float32, decode, eager")] == [
+        ["ViT", "4"], ["GPT-3", "2"], ["ViT", "4"], ["GPT-3", "2"],
+    ]  # fmt: skip
     pd.DataFrame({"a": [1]}).to_parquet(path)
     with pytest.raises(DataError, match="bench inference"):
         efficiency.compute(path)
