@@ -1,4 +1,4 @@
-"""Run an analysis: `python -m analyses NAME [--run DIR] [--out DIR]`; without a name, list them."""
+"""Run an analysis: `python -m analyses NAME [--run DIR ...] [--out DIR]`; without a name, list them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import transformers
 
 import analyses
 from normgeo import figures
+from normgeo.angles.measure import AngleTable
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.system.files import check_folder
 
@@ -64,11 +65,26 @@ def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> Non
             file.replace(out / file.name)
 
 
+def together(runs: list[Path], folder: Path) -> Path:
+    """One directory with the tables of several finished runs of `normgeo angles`; of one run its own.
+
+    Raises:
+        DataError: one is no finished run, or two are of models of one name.
+    """
+    if len(runs) > 1:
+        AngleTable.concatenated([AngleTable.load(run) for run in runs]).save(folder)
+        return folder
+    return runs[0]
+
+
 def main() -> int:
     """The command line; an error that normgeo raises on purpose is one line, and the exit status is 1."""
     parser = argparse.ArgumentParser(prog="python -m analyses", description=__doc__)
     parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
-    parser.add_argument("--run", type=Path, help="a finished run of `normgeo angles` [default: the embedded pair]")
+    parser.add_argument(
+        "--run", type=Path, action="append",
+        help="a finished run of `normgeo angles`; of several their models side by side [default: the embedded pair]",
+    )  # fmt: skip
     parser.add_argument("--tokens", dest="n_tokens", type=int, help="tokens to measure without --run [default: all]")
     parser.add_argument("--out", type=Path, default=Path("runs/analyses"), help="where to write [default: %(default)s]")
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
@@ -78,7 +94,10 @@ def main() -> int:
             for each in names():
                 print(f"{each:16}  {(importlib.import_module(f'analyses.{each}').__doc__ or '').splitlines()[0]}")
         else:
-            run(name, given, out)
+            with tempfile.TemporaryDirectory() as folder:
+                if "run" in given:
+                    given["run"] = together(given["run"], Path(folder))
+                run(name, given, out)
     except NormGeoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -61,6 +61,21 @@ def test_analysis_of_a_run_saves_table_and_figure(name, run, tmp_path, capsys, m
         assert (tmp_path / f"{name}.{suffix}").stat().st_size > 5000
 
 
+def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, monkeypatch):
+    table = AngleTable.load(run)
+    for name, frame in table.frame.groupby("model"):
+        AngleTable(frame, table.sinks[table.sinks.model == name]).save(tmp_path / str(name))
+    parts = [option for name in table.frame.model.unique() for option in ("--run", tmp_path / name)]
+    for name in ("angles_by_layer", "sinks"):
+        status, *_ = call(capsys, monkeypatch, name, *parts, "--out", tmp_path / "together")
+        assert status == 0
+        whole = module(name).compute(run)
+        pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "together" / f"{name}.parquet"), whole)
+    status, _, err = call(capsys, monkeypatch, "angles_by_layer", *parts[:2], *parts[:2])
+    assert status == 1
+    assert "two tables are of a model called" in err
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_analysis_without_a_run(name, tmp_path):
     frame = module(name).compute()
