@@ -1,6 +1,8 @@
 """Growth of the residual stream: the mean norm before each norm, by layer (*Geometry* eq. 17).
 
-h^l = h^0 + sum_i a^i + sum_i m^i: every layer adds to the stream, so its norm grows with depth.
+h^l = h^0 + sum_i a^i + sum_i m^i: every layer adds to the stream, so its norm grows with depth. The mean is over all
+tokens, attention sinks among them: SmolLM2's first positions, 1 token in 256 and 24,000 long where others are 153,
+make a step of it at layer 12 that other tokens do not have. `python -m analyses sinks` has them apart.
 """
 
 from __future__ import annotations

@@ -238,7 +238,8 @@ def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
 def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Mean norm of the hidden states before each norm of the residual stream: its growth (*Geometry* eq. 17)."""
     pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
-    figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
+    title = "Growth of the residual stream (means over all tokens, attention sinks among them)"
+    figure, panels = _by_layer(pre, title, "mean norm before the site", True)
     for axes, _, part in panels:
         _role_lines(axes, part, "mean_norm")
     legend(figure)
