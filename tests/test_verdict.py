@@ -57,6 +57,15 @@ def test_fewer_directions_than_a_central_95_percent_needs_are_no_test(frame):
     assert "Null ensemble" not in text
 
 
+def test_a_model_that_was_centered_answers_no_scenario(frame):
+    sites = (frame.direction == "uniform") & (frame.phase == "pre")
+    frame.loc[sites, ["mean_deg", "std_deg"]] = 90.0, 1e-5
+    text = verdict(frame, pd.DataFrame())
+    assert "**Already centered**: at 4 of 4 sites" in text
+    assert "**not answered** for m: at 4 of 4 sites its inputs were centered." in text
+    assert "hold" not in text.replace("holds 2.500%", "")
+
+
 def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
     sinks = frame[frame.direction == "uniform"].assign(tokens="first", mean_norm=[8.0 + i for i in range(8)])
     text = verdict(frame, sinks)

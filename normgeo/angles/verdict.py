@@ -109,7 +109,7 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
+def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
     layernorm = kind == "layernorm"
     number = "1" if layernorm else "2"
     answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
@@ -119,6 +119,8 @@ def _paragraphs(model: str, kind: str, s: dict) -> list[str]:
             f"{s['null_tokens']} tokens; it takes {LEAST_DIRECTIONS} and {LEAST_TOKENS} (--null, --null-every, "
             "--tokens)."
         )
+    if 2 * centered > s["sites"]:
+        answer = f"**not answered** for {model}: at {centered} of {s['sites']} sites its inputs were centered."
     claim = (
         "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
         if layernorm
@@ -184,7 +186,8 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
                 "there (a converted model, or a loader that centers). Angles of 90° say nothing about training here.",
             ]
         for kind, group in part.groupby("kind", sort=False):
-            lines += ["", *_paragraphs(str(model), str(kind), scenario(group))]
+            of_kind = int((centered.kind == kind).sum())
+            lines += ["", *_paragraphs(str(model), str(kind), scenario(group), of_kind)]
         lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks)
         lines.append("")
     return "\n".join(lines)
