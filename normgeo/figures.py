@@ -184,14 +184,15 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
             yield (f"{label}: {name}" if place.any() else label), own
 
 
-def _role_lines(axes: Axes, part: pd.DataFrame, value: str) -> None:
+def _role_lines(axes: Axes, part: pd.DataFrame, value: str, other: str | None = None) -> None:
+    """A line for each role; broken ones of `other`, where it is known."""
     palette = sns.color_palette("colorblind")
     markers = "os^Dv<>pPX*h"
     for k, (label, rows) in enumerate(series(part)):
-        axes.plot(
-            rows.layer, rows[value], marker=markers[k % 12], markersize=3, linewidth=1, color=palette[k % 10],
-            label=plain(label), zorder=3,
-        )  # fmt: skip
+        style: dict[str, Any] = {"marker": markers[k % 12], "linewidth": 1, "color": palette[k % 10]}
+        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **style)
+        if other in rows:
+            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **style)
 
 
 @styled
@@ -234,14 +235,26 @@ def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(kept).sort_index()
 
 
+def with_rest(frame: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
+    """A table with a column `rest_norm`, where its `sinks` tell: `mean_norm` without first positions and BOS."""
+    if sinks.empty:
+        return frame
+    keys = ["model", "site", "phase", "direction"]
+    return frame.join(sinks[sinks.tokens == "rest"].set_index(keys).mean_norm.rename("rest_norm"), on=keys)
+
+
 @styled
 def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Mean norm of the hidden states before each norm of the residual stream: its growth (*Geometry* eq. 17)."""
+    """Mean norm of the hidden states before each norm of the residual stream: its growth (*Geometry* eq. 17).
+
+    Over all tokens and, where `with_rest` has it, without first positions and BOS, which may be far longer than others.
+    """
     pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
-    title = "Growth of the residual stream (means over all tokens, attention sinks among them)"
-    figure, panels = _by_layer(pre, title, "mean norm before the site", True)
+    figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
-        _role_lines(axes, part, "mean_norm")
+        _role_lines(axes, part, "mean_norm", "rest_norm")
+        if "rest_norm" in part:
+            axes.plot([], [], "--", color="0.3", linewidth=1, label="the same without first positions and BOS")
     legend(figure)
     return figure
 

@@ -67,7 +67,7 @@ class AngleTable:
 
     def plot(self, kind: str = "angles", model: str | None = None) -> matplotlib.figure.Figure:
         """A figure: `angles` (of one model), `energy`, `norms` or `rotation`."""
-        return figures.draw(self.frame, kind, model)
+        return figures.draw(figures.with_rest(self.frame, self.sinks), kind, model)
 
     def verdict(self) -> str:
         """What the numbers say of *Geometry*'s two scenarios, in Markdown."""
