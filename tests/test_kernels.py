@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from normgeo import kernels
 from normgeo.geometry import Directions
-from normgeo.kernels import BINS, Histogram, cpu
+from normgeo.kernels import BINS, Histogram, cpu, fallback
 
 pytestmark = pytest.mark.usefixtures("passes")
 LOADED = cpu.loaded  # of which the fixture may have put another in place
@@ -64,6 +64,14 @@ def test_every_value_of_a_dtype_is_read_as_it_is(dtype):
     assert torch.equal(found[1].nan_to_num(7, 8, 9), wanted.nan_to_num(7, 8, 9))
 
 
+@pytest.mark.parametrize("mean", [1e3, 1e5])
+@pytest.mark.parametrize("d", [3, 8, 100, 1027])
+def test_what_is_left_without_a_large_mean_is_no_difference_of_squares(mean, d):
+    x = vectors(9, d, torch.float64, mean=mean)
+    found, wanted = kernels.project(x, Directions.seeded(d, 0).units, centered=True)[4], expected(x, x[:3])[4]
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+
+
 def test_a_row_is_summed_alike_wherever_it_lies_and_its_neighbours_do_not_matter():
     x, units = vectors(37, 100), Directions.seeded(100, 0).units
     whole = kernels.project(x, units, centered=True)
@@ -95,6 +103,27 @@ def test_gathered_rows_are_unit_vectors(d, centered, dtype):
     torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_gathered_rows_may_lie_in_any_layout(centered):
+    x, index = vectors(50, 20, mean=3.0), torch.tensor([3, 9, 49])
+    scalars, found = kernels.project(x, Directions.seeded(20, 0).units, centered=True), []
+    for layout in (x, x.T.contiguous().T, torch.cat([x, -x], 1)[:, :20]):
+        found.append(torch.full((3, 20), torch.nan))
+        kernels.gather(layout, index, scalars, centered=centered, out=found[-1])
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1e38), (torch.float32, 1e38), (torch.float64, 1e-60)])
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_row_whose_length_is_no_float32_is_gathered_as_zeros(dtype, size, centered):
+    x = vectors(3, 20).to(dtype)
+    x[1] = size * torch.tensor([1.0, -1.0]).repeat(10).to(dtype)
+    scalars, out = kernels.project(x, Directions.seeded(20, 0).units, centered=True), torch.full((3, 20), torch.nan)
+    kernels.gather(x, torch.arange(3), scalars, centered=centered, out=out)
+    assert out.norm(dim=1).round(decimals=3).tolist() == [1, 0, 1]
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (2, 40, 64), (4, 33, 257), (2, 0, 8)])
 def test_moments_are_those_of_float64(shape):
     c = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -105,8 +134,10 @@ def test_moments_are_those_of_float64(shape):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("phases", [1, 2])
-def test_both_tallies_are_equal_to_the_last_bit(phases):
+@pytest.mark.parametrize("at_once", [1 << 17, 2000], ids=["all sites at once", "one site at a time"])
+@pytest.mark.parametrize(("phases", "phase"), [(1, 0), (2, 0), (1, 2), (2, 1)])
+def test_both_tallies_are_equal_to_the_last_bit(phases, phase, at_once, monkeypatch):
+    monkeypatch.setattr(fallback, "ELEMENTS", at_once)
     generator = torch.Generator().manual_seed(1)
     norms = torch.rand((3, phases, 400), generator=generator) * 30
     sines = torch.rand((3, 3, 400), generator=generator, dtype=torch.float64) * 2 - 1
@@ -119,13 +150,15 @@ def test_both_tallies_are_equal_to_the_last_bit(phases):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpu, "loaded", lambda library=library: library)
             counts = torch.zeros((5, 3, 3, BINS), dtype=torch.int64)
-            found.append((*kernels.tally(norms, degrees, sines, group, Histogram(counts, sites, 0)), counts))
+            found.append((*kernels.tally(norms, degrees, sines, group, Histogram(counts, sites, phase)), counts))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
     sums, least, most, counts = found[0]
     assert sums[:, :, :2].sum() == 3 * 400
     assert sums[:, :, 1].sum(1).tolist() == [1, 2, 1]
-    assert counts.sum((2, 3))[sites, :phases].sum(1).tolist() == [3 * 399 * phases, 3 * 398 * phases, 3 * 399 * phases]
+    met, known = counts.sum((2, 3)), torch.tensor([3 * 399, 3 * 398, 3 * 399])
+    assert torch.equal(met[sites, phase : phase + phases], known[:, None].expand(-1, phases))
+    assert met.sum() == phases * known.sum()
     assert least.min() == -90 * 2**20
     assert most.max() == 90 * 2**20
 

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from analyses import norm_kernels
@@ -12,6 +13,7 @@ from normgeo.bench.norms import NORMS, SHAPES, bench_norms, norm_summary
 from normgeo.cli import main as cli
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.system import timing
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,48 @@ def test_with_gradients_the_same_norms_are_timed_without_additions():
         assert nbytes["RMSNorm"] == 2.5 * nbytes["copy"] == 5 * 96 * (4 if dtype == "float32" else 2)
     assert set(raw.passes) == {"forward and backward"}
     assert norm_summary(raw).ratio.notna().all()
+
+
+def test_a_time_is_of_one_call_and_of_enough_of_them_in_a_row(monkeypatch):
+    """Of calls that take known times on the clock."""
+    now, calls, takes = [0.0], dict.fromkeys("ab", 0), {"a": 2e-6, "b": 3e-3}
+
+    def running(name):
+        def run():
+            now[0] += takes[name]
+            calls[name] += 1
+
+        return run
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    runs = {name: running(name) for name in takes}
+    found = norms._timed(runs, torch.device("cpu"), rounds=4, seconds=1e9, seed=0)
+    assert [number for number, _, _ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {name: seconds for _, name, seconds in found} == pytest.approx(takes)
+    for name, each in takes.items():
+        assert calls[name] * each >= 5 * norms.ENOUGH  # four rounds and the one before them
+
+
+class Called(TorchFunctionMode):
+    """Notes the names of torch's functions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.__dict__.setdefault("names", set()).add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_is_timed_is_what_its_name_says(backward):
+    with torch.inference_mode(not backward):
+        runs = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, backward)
+        for name in ("layer_norm", "rms_norm"):
+            with Called() as called:
+                runs[name]()
+            assert called.names & {"layer_norm", "rms_norm"} == {name}
+        outputs = {name: run()[0] if backward else run() for name, run in runs.items()}
+        assert {name for name, out in outputs.items() if out.shape == (2, 3, 15)} == {"CRMSNorm d - 1"}
+        for name in outputs.keys() & {"add + LayerNorm kernel", "add + RMSNorm"}:
+            assert runs[name]() is outputs[name]  # which is written over what is added
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -1,0 +1,29 @@
+"""What the benchmark of inference runs in every round is the same pass, and its times have columns of their own."""
+
+import torch
+from zoo import tiny
+
+from normgeo.bench import inference as inference_bench
+from normgeo.bench.inference import bench_inference
+from normgeo.bench.inference_models import main_sites
+
+
+def test_every_token_is_decoded_with_the_same_cache():
+    """However many were decoded before: what comes in is taken out again."""
+    model = tiny("gpt2")
+    inputs = inference_bench._inputs(model, 3, 8, "decode")
+    run = inference_bench._Pass(model, inputs, inference_bench.Case("float32", 3, 8, "decode"))
+    ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], 1)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
+    for _ in range(3):
+        torch.testing.assert_close(run.output(), expected, rtol=1e-4, atol=1e-5)
+        assert min(run.seconds(), run.norm_seconds([site.name for site in main_sites(model)])) > 0
+        assert run.cache.get_seq_length() == 8
+
+
+def test_whole_passes_and_norms_have_columns_of_their_own(monkeypatch):
+    monkeypatch.setattr(inference_bench._Pass, "seconds", lambda self: 3.0)
+    monkeypatch.setattr(inference_bench._Pass, "norm_seconds", lambda self, norms: float(len(norms)) / 4)
+    found = bench_inference(tiny("gpt2"), variants=("no-norm",), lengths=(8,), rounds=1, seed=5)
+    assert found[["seconds", "norm_seconds", "seed"]].drop_duplicates().to_numpy().tolist() == [[3.0, 1.25, 5]]
