@@ -1,12 +1,16 @@
 import contextlib
+import io
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.figure
 import numpy as np
 import pytest
 import torch
+from stores import captured
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 from zoo import tiny
 
 from analyses import stream_cost
@@ -66,6 +70,34 @@ def test_the_model_is_left_as_it_was():
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
 
 
+def test_every_variant_does_what_its_name_says(monkeypatch):
+    nulls, chunk = [], TokenStream.from_array(np.full((2, 4), 5)).alike(None, 2, 1)[0]
+    new_statistics = stream_bench.new_statistics
+    monkeypatch.setattr(
+        stream_bench, "new_statistics", lambda *args, null, **options: nulls.append(null) or new_statistics(
+            *args, null=null, **options)
+    )  # fmt: skip
+    model = tiny("gpt2")
+    runs, asked, flops = stream_bench._variants(model, find_sites(model), 6, 2), {}, {}
+    assert nulls == [0, 6]
+    forward = type(model.transformer).forward
+    for name, run in runs.items():
+
+        def watched(self, *args, name=name, **options):
+            asked[name] = options.get("output_hidden_states")
+            return forward(self, *args, **options)
+
+        with FlopCounterMode(display=False) as counter, monkeypatch.context() as patch:
+            patch.setattr(type(model.transformer), "forward", watched)
+            run(chunk)
+        flops[name] = counter.get_total_flops()
+    assert {name for name, hidden in asked.items() if hidden} == {"output_hidden_states"}
+    head = 2 * model.lm_head.weight.numel() * chunk.n_tokens
+    assert {name: flops[name] - flops["base"] for name in ("full", "output_hidden_states", "clone_hooks")} == {
+        "full": head, "output_hidden_states": 0, "clone_hooks": 0,
+    }  # fmt: skip
+
+
 def test_variants_share_weights_and_nothing_else():
     model = tiny("gpt2")
     twin = models.shared_copy(model)
@@ -109,6 +141,54 @@ def test_the_store(tmp_path, monkeypatch):
     for name, found in moved.items():
         assert found == pytest.approx(one_phase * (2 if "and post" in name else 1), rel=0.05), name
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_all_of_a_stores_chunks_are_read_after_the_system_forgot_them(home, tmp_path, monkeypatch, direct):
+    store, read, forgotten, before = captured(home, tmp_path / "s", phases=("pre", "post")), {}, set(), []
+    chunks = {f for f in (store / "hidden.zarr/sites").rglob("*") if f.is_file() and f.name != "zarr.json"}
+    at = store_bench.Disk.read_range
+
+    def forget(descriptor, start, n, advice):
+        forgotten.add(Path(f"/proc/self/fd/{descriptor}").resolve())
+        assert (start, n, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+
+    def past(self, name, start, n):
+        before.append(len(forgotten))
+        read[store / name] = len(at(self, name, start, n))
+
+    class Through(io.FileIO):
+        def readinto(self, into):
+            before.append(len(forgotten))
+            read[Path(self.name)] = n = super().readinto(into)
+            return n
+
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    monkeypatch.setattr(store_bench.Disk, "read_range", past)
+    opened = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *args, buffering=-1: Through(self) if not buffering else opened(
+            self, *args))  # fmt: skip
+        store_bench._read(store, direct)
+    assert read == {file: file.stat().st_size for file in chunks}
+    assert forgotten == chunks
+    assert set(before) == {len(chunks)}
+    forgotten.clear()
+    monkeypatch.setattr(store_bench, "angles_from_store", lambda *_, **__: before.append(set(forgotten)))
+    store_bench._scan(store)
+    assert before[-1] >= chunks
+
+
+def test_passes_of_a_model_are_timed_without_statistics_and_with_them_and_a_store(tmp_path, monkeypatch):
+    passes = []
+    monkeypatch.setattr(store_bench, "_pass", lambda *given: passes.append(given) or 1.0)
+    monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: 1e9)
+    monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
+    store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=256, rounds=1)
+    count = len(find_sites(load_model("embedded-layernorm")))
+    assert {(len(sites), folder, batch) for _, sites, _, folder, batch, *_ in passes} == {
+        (0, None, 4), (count, None, 4), (count, tmp_path, 4),
+    }  # fmt: skip
 
 
 def test_a_measure_of_a_store_is_over_its_baseline_in_the_same_round():
