@@ -1,0 +1,131 @@
+"""Every option of a command reaches what it is of, zeros too."""
+
+from pathlib import Path
+
+import pytest
+
+from normgeo.angles import runs
+from normgeo.angles.job import RunConfig
+from normgeo.bench import inference as inference_bench
+from normgeo.bench import inference_models
+from normgeo.bench import norms as norm_bench
+from normgeo.bench import store as store_bench
+from normgeo.comparison import compare as comparison
+from normgeo.conversion import runs as conversion_runs
+from normgeo.errors import NormGeoError
+from normgeo.store import capture as capturing
+from normgeo.store import scan
+from normgeo.store.capture import CaptureConfig
+from normgeo.training import checkpoint_angles
+from normgeo.training import runs as training_runs
+from normgeo.training.recipe import recipe_for
+from normgeo.training.runs import TrainConfig
+
+
+@pytest.fixture
+def called(normgeo, monkeypatch):
+    """Run a command up to one function; gives what that was given, callbacks aside."""
+
+    def call(module, function, *words):
+        given = []
+
+        def stop(*args, **options):
+            options = {k: v for k, v in options.items() if k not in ("announce", "report")}
+            given.append((args, options))
+            raise NormGeoError("enough")
+
+        monkeypatch.setattr(module, function, stop)
+        status, _, said = normgeo(*words)
+        assert (status, said) == (1, "error: enough"), said
+        return given[0]
+
+    return call
+
+
+ANGLES = {
+    "data": "ids.npy", "tokens": 70, "context": 9, "batch": 3, "dtype": "float64", "device": "cpu", "null": 0,
+    "null_every": 5, "seed": 7, "sites": "final", "revision": "main",
+}  # fmt: skip
+
+
+def words(options, *flags):
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)] + list(flags)
+
+
+def test_angles(called):
+    options = ANGLES | {"keep": "none", "device_map": "auto"}
+    config = RunConfig(("m",), qk=True, trust_remote_code=True, **options)
+    given = called(runs, "start_run", "angles", "m", *words(options, "--qk", "--trust-remote-code", "--out", "here"))
+    assert given == ((config, Path("here")), {})
+    config = RunConfig((), qk=True, trust_remote_code=True, **ANGLES)
+    of = words(ANGLES, "--checkpoints", "x", "--qk", "--trust-remote-code", "--out", "here")
+    assert called(checkpoint_angles, "start_checkpoints", "angles", *of) == (("x", config, Path("here")), {})
+
+
+def test_angles_of_a_store(called):
+    options = {name: ANGLES[name] for name in ("null", "null_every", "seed", "sites")} | {"scheduler": "tcp://a:1"}
+    given = called(scan, "run_from_store", "angles", "--store", "s", *words(options, "--out", "here"))
+    assert given == (("s", Path("here")), options)
+    assert called(scan, "run_from_store", "angles", "--store", "s")[1] == dict.fromkeys(options)
+
+
+def test_capture(called):
+    options = ANGLES | {"device_map": "auto"}
+    config = RunConfig(("m",), qk=True, keep="none", trust_remote_code=True, **options)
+    more = ("--phases", "pre, post", "--chunk-mib", 3, "--qk", "--trust-remote-code", "--store", "s")
+    given = called(capturing, "start_capture", "capture", "m", *words(options, *more))
+    assert given == ((CaptureConfig(config, ("pre", "post"), 3 * 2**20), "s"), {})
+
+
+def test_convert(called):
+    options = {name: ANGLES[name] for name in ("data", "tokens", "context", "dtype", "device", "revision")}
+    flags = "--keep-tie", "--fold", "--padded", "--in-memory", "--trust-remote-code"
+    more = words(options | {"to": "crmsnorm", "outputs": "logits, a.b"}, *flags)
+    given = called(conversion_runs, "convert_checkpoint", "convert", "m", "here", *more)
+    options["n_tokens"] = options.pop("tokens")
+    flags = dict.fromkeys(("keep_tie", "fold_affine", "padded", "trust_remote_code"), True) | {"by_shard": False}
+    assert given == (("m", Path("here")), options | flags | {"to": "crmsnorm", "outputs": ["logits", "a.b"]})
+
+
+def test_compare(called):
+    options = {name: ANGLES[name] for name in ANGLES if name not in ("null_every", "sites")} | {"rounds": 2}
+    more = words(options, "--naive", "--trust-remote-code", "--out", "here")
+    given = called(comparison, "compare_run", "compare", "a", "b", *more)
+    options["n_tokens"] = options.pop("tokens")
+    assert given == (("a", "b", Path("here")), options | {"naive": True, "trust_remote_code": True})
+
+
+def test_train(called):
+    changes = {
+        "steps": 9, "batch": 4, "accumulate": 2, "context": 8, "lr": 0.5, "warmup": 0, "dropout": 0.0,
+        "precision": "no", "checkpoint_every": 3, "save_every": 4, "evaluate_every": 5, "seed": 0,
+    }  # fmt: skip
+    about = {"norm": "rmsnorm", "data": "ids.npy", "exclude": "e.jsonl", "tokenizer": "t", "vocabulary": 90}
+    more = words(changes | about | {"device": "cpu", "size": "70m", "out": "here"})
+    given = called(training_runs, "start_training", "train", *more)
+    assert given == (
+        (TrainConfig(*about.values(), "cpu"), recipe_for("70m", **changes), Path("here")), {"board": False}
+    )  # fmt: skip
+
+
+def test_benchmarks(called, monkeypatch):
+    built = []
+    monkeypatch.setattr(inference_models, "build", lambda *given, **options: built.append((given, options)))
+    monkeypatch.setattr(inference_bench, "check_compiler", lambda where: built.append(where))
+    timing = {"rounds": 4, "seconds": 0.0, "seed": 7}
+    more = words(timing | {"dtype": "float32,bfloat16", "batch": "1,2", "length": "8", "variants": "fused"})
+    modes = "--decode", "--compile", "--graphs"
+    for flags, phases, found in ((modes, ("forward", "decode"), inference_bench.MODES), ((), ("forward",), ("eager",))):
+        given = called(inference_bench, "bench_inference", "bench", "inference", "m", *more, *flags)
+        about = {"variants": ["fused"], "dtypes": ["float32", "bfloat16"], "batches": [1, 2], "lengths": [8]}
+        assert given == ((None, "m"), timing | about | {"phases": phases, "modes": found})
+    assert built == ["cpu", *[(("m",), {"device": "cpu", "seed": 7})] * 2]
+    more = words(timing | {"shapes": "1x2x9,3x4x16", "dtype": "float16", "device": "cpu"})
+    for flags in (("--backward",), ()):
+        given = called(norm_bench, "bench_norms", "bench", "norms", *more, *flags)
+        about = {"dtypes": ["float16"], "backward": bool(flags), "device": "cpu"}
+        assert given == (([(1, 2, 9), (3, 4, 16)],), timing | about)
+    options = {"data": "ids.npy", "context": 9, "batch": 3, "tokens": 70, "dtype": "float64", "rounds": 2}
+    given = called(store_bench, "bench_store", "bench", "store", "m", *words(options, "--folder", "f"))
+    options["n_tokens"] = options.pop("tokens")
+    assert given == (("m", Path("f")), options)
