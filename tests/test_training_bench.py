@@ -1,5 +1,7 @@
 """What a training step costs: parts that are really taken away, and times that add up."""
 
+from dataclasses import replace
+
 import matplotlib.figure
 import numpy as np
 import pandas as pd
@@ -10,6 +12,7 @@ from training_zoo import small
 from transformers import ViTConfig
 
 from analyses import training_cost
+from normgeo.bench import training as training_bench
 from normgeo.bench.training import FORMS, ablated, bench_training, breakdown, images, task_of, text
 from normgeo.errors import DataError, NormGeoError
 from normgeo.training import twins
@@ -103,6 +106,36 @@ def test_known_parts_are_found_and_add_up():
                 assert abs(found[column][form, part] - cost / 17) < 1e-12
     assert abs(found.seconds_q75["layernorm", "whole"] - 1.75 * 17) < 1e-12
     assert abs(breakdown(raw(1.0)).set_index(["form", "part"]).ratio["pre-rmsnorm", "unexplained"] - 1 / 17) < 1e-12
+
+
+def test_steps_leave_weights_as_they_are_and_no_gradients(monkeypatch):
+    """Every round is of the same weights, and of what a step of a training does: its loss, clipping and AdamW."""
+    task, built, clipped, losses = text(small(), vocabulary=48), [], [], []
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clipped.append(a[1]) or clip(*a))
+
+    def loss(logits, labels):
+        found = task.loss(logits, labels)
+        losses.append(found.item())
+        return found
+
+    of = replace(task, build=lambda form: built.append(task.build(form)) or built[-1], loss=loss)
+    steps = training_bench._variants(of, "cpu")
+    before = [{name: value.clone() for name, value in model.state_dict().items()} for model in built]
+    for (form, part), step in steps.items():
+        clipped.clear()
+        losses.clear()
+        passes, optimizer = step()
+        assert passes > 0
+        assert clipped == ([] if part else [task.recipe.clip])
+        assert np.isnan(optimizer) if part else optimizer > 0
+        assert all(p.grad is None for model in built for p in model.parameters())
+        if part != "norms":
+            with torch.no_grad():
+                expected = built[FORMS.index(form)](**task.inputs, labels=task.inputs["input_ids"]).loss
+            assert losses == pytest.approx([expected.item()], rel=1e-4)
+    for model, values in zip(built, before, strict=True):
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
 @pytest.fixture(scope="module")
