@@ -1,5 +1,8 @@
 """What a comparison says in its table, and of itself."""
 
+import re
+
+import pandas as pd
 import pytest
 import torch
 import zoo
@@ -36,3 +39,40 @@ def test_a_comparison_says_what_it_was_measured_on(models, ids):
         "rounds": 0, "seed": 5, "torch": torch.__version__,
     }  # fmt: skip
     assert {name: about[name] for name in wanted} == wanted
+
+
+def test_the_table_has_the_metrics_in_their_units(models, ids):
+    result = compare(models, ids, **QUICK)
+    second = result.frame.iloc[1]
+    lines = [[cell for cell in re.split(r"\s{2,}", line.strip()) if cell] for line in result.table(160).splitlines()]
+    cells = {line[0]: line[-1] for line in lines if len(line) == 3}
+    wanted = {
+        "parameters": f"{second.parameters:,}", "memory": f"{second.bytes / 1e6:.2f} MB", "norms": "5 LayerNorm",
+        "perplexity": f"{second.perplexity:.3f}", "minus the reference's": f"{second.perplexity_difference:+.3g}",
+        "KL, mean (nats)": f"{second.kl_mean:.3g}", "KL, largest (nats)": f"{second.kl_max:.3g}",
+        "top-1 agreement": f"{100 * second.top1:.2f}%", "logits error, rms": f"{100 * second.error_rms_rel:.3g}%",
+        "logits error, largest": f"{second.error_max:.3g} ({100 * second.error_max_rel:.3g}%)",
+    }  # fmt: skip
+    assert {name: cells[name] for name in wanted} == wanted
+
+
+def test_the_figure_has_the_angles_and_metrics_of_the_table(models, ids, monkeypatch):
+    monkeypatch.setattr(comparison, "_timed", lambda model, _: 1.0 if model is models["a"] else 3.0)
+    result = compare(models, ids, null=4, rounds=3, progress=False)
+    figure, frame = result.plot(), result.angles
+    roles = ("attention", "mlp", "final")
+    for axes, (phase, role) in zip(figure.axes, [(p, r) for p in ("pre", "post") for r in roles], strict=False):
+        bars = {bar.get_label(): bar for bar in axes.containers}
+        for model in "ab":
+            here = frame[(frame.model == model) & (frame.role == role) & (frame.phase == phase)]
+            rows, (points, _, (segments,)) = here[here.direction == "uniform"].sort_values("layer"), bars[model].lines
+            assert points.get_ydata() == pytest.approx(rows.mean_deg.to_numpy()), (phase, role, model)
+            assert [(s[1, 1] - s[0, 1]) / 2 for s in segments.get_segments()] == pytest.approx(rows.std_deg.tolist())
+    metrics = {
+        "perplexity": result.frame.perplexity, "mean KL to reference (nats)": result.frame.kl_mean,
+        "top-1 agreement (%)": 100 * result.frame.top1, "time / reference": pd.Series([1.0, 3.0]),
+    }  # fmt: skip
+    panels = {axes.get_title(): [bar.get_width() for bar in axes.patches] for axes in figure.axes[6:]}
+    assert panels.keys() == metrics.keys()
+    for title, values in metrics.items():
+        assert panels[title] == pytest.approx(values.fillna(0).tolist()), title
