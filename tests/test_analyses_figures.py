@@ -1,0 +1,192 @@
+"""What the figures and pages of analyses show is what their tables say."""
+
+import itertools
+
+import matplotlib.colors
+import numpy as np
+import pandas as pd
+import pytest
+
+from analyses import (
+    angles_by_layer,
+    efficiency,
+    masks,
+    norm_kernels,
+    null_ensemble,
+    sinks,
+    store_plan,
+    stream_cost,
+    twins_loss,
+    workload,
+)
+from normgeo import figures
+from normgeo.angles.verdict import GROUP_LABELS
+from normgeo.bench.stream import VARIANTS
+
+MODELS = {"one": "layernorm", "two": "rmsnorm"}
+SITES = [(f"h.{layer}.{name}", layer, role) for layer in range(3) for name, role in (("b", "attention"), ("a", "mlp"))]
+SITES += [("norm", 3, "final")]
+DEPTH = [0, 0.5, 1, 1.5, 2, 2.5, 3]
+
+
+def table(**columns):
+    """A row for each combination of site and `columns`, with numbers of its own."""
+    rng, names = np.random.default_rng(0), ["model", "site", "layer", "role", *columns]
+    rows = [(m, *site, *which) for m in MODELS for site in SITES for which in itertools.product(*columns.values())]
+    frame = pd.DataFrame(rows, columns=names).assign(stack="h", n_directions=32)
+    for name, low, high in (("mean_deg", 80, 100), ("std_deg", 1, 3), ("mean_norm", 1, 99), ("null_z", -3, 3),
+                            ("null_percentile", 0, 100), ("q05", 60, 70), ("q95", 110, 120)):  # fmt: skip
+        frame[name] = rng.uniform(low, high, len(frame))
+    return frame.assign(kind=frame.model.map(MODELS))
+
+
+def drawn(axes):
+    """Points with bars on some axes by label: x, y and half the bars' heights."""
+    found = {}
+    for bars in axes.containers:
+        points, _, (segments,) = bars.lines
+        heights = [(s[1, 1] - s[0, 1]) / 2 for s in segments.get_segments()]
+        found[bars.get_label()] = points.get_xdata(), points.get_ydata(), heights
+    return found
+
+
+def agrees(found, x, rows):
+    assert found[0] == pytest.approx(np.asarray(x), abs=0.21)  # beside each other
+    assert found[1] == pytest.approx(rows.mean_deg.to_numpy())
+    assert found[2] == pytest.approx(rows.std_deg.tolist())
+
+
+def test_groups_of_tokens_have_their_angles_and_norms():
+    frame = table(tokens=list(GROUP_LABELS))
+    axes = sinks.plot(frame).axes
+    for column, model in enumerate(MODELS):
+        angles, lines = drawn(axes[column]), {line.get_label(): line for line in axes[2 + column].lines}
+        for group, label in GROUP_LABELS.items():
+            rows = frame[(frame.model == model) & (frame.tokens == group)]
+            agrees(angles[label], DEPTH, rows)
+            assert lines[label].get_xdata().tolist() == DEPTH
+            assert lines[label].get_ydata() == pytest.approx(rows.mean_norm.to_numpy())
+
+
+def test_masks_have_the_angles_to_the_uniform_vector_before_and_after():
+    frame = table(phase=["pre", "post"], direction=["random_a", "uniform"], mask=["all", "late"])
+    axes = iter(masks.plot(frame).axes)
+    for phase, model in itertools.product(("pre", "post"), MODELS):
+        found = drawn(next(axes))
+        for mask in ("all", "late"):
+            here = frame[(frame.model == model) & (frame.phase == phase) & (frame["mask"] == mask)]
+            agrees(found[mask], DEPTH, here[here.direction == "uniform"])
+
+
+def test_of_several_models_the_first_norm_of_every_layer_is_drawn():
+    frame = table(phase=["pre", "post"], direction=[*figures.COLORS, "null"])
+    axes = iter(angles_by_layer.plot(frame).axes)
+    for phase, model in itertools.product(("pre", "post"), MODELS):
+        panel, here = next(axes), frame[(frame.model == model) & (frame.phase == phase) & (frame.role == "attention")]
+        for direction, label in figures.LABELS.items():
+            agrees(drawn(panel)[label], range(3), here[here.direction == direction])
+        (band,) = (found for found in panel.collections if found.get_label().startswith("random directions"))
+        box = {tuple(point) for point in band.get_paths()[0].vertices.round(6).tolist()}
+        null = here[here.direction == "null"]
+        for column in ("q05", "q95"):
+            assert set(zip(null.layer, null[column].round(6), strict=True)) <= box
+
+
+def test_the_place_among_random_directions_is_drawn_before_and_after_every_norm():
+    frame = table(phase=["pre", "post"])
+    axes = iter(null_ensemble.plot(frame).axes)
+    for value, model in itertools.product(("null_z", "null_percentile"), MODELS):
+        panel = next(axes)
+        for role, label in (("attention", "pre-attention"), ("mlp", "pre-MLP"), ("final", "final")):
+            here = frame[(frame.model == model) & (frame.role == role)]
+            before, after = (here[here.phase == phase][value].to_numpy() for phase in ("pre", "post"))
+            (line,) = (line for line in panel.lines if line.get_label() == label)
+            assert line.get_ydata() == pytest.approx(before)
+            (other,) = (
+                found for found in panel.lines
+                if found.get_markerfacecolor() == "white" and len(found.get_xdata()) == len(after)
+                and matplotlib.colors.same_color(found.get_color(), line.get_color())
+            )  # fmt: skip
+            assert other.get_ydata() == pytest.approx(after)
+            assert line.get_xdata().tolist() == other.get_xdata().tolist() == sorted(set(here.layer))
+
+
+def test_the_twins_difference_is_what_rmsnorm_loses_more():
+    frame = twins_loss.compute()
+    curves, difference = twins_loss.plot(frame).axes
+    by_norm = {norm: part.set_index("step") for norm, part in frame.groupby("norm")}
+    wanted = by_norm["rmsnorm"].held_out_loss - by_norm["layernorm"].held_out_loss
+    (line,) = (line for line in difference.lines if len(line.get_xdata()) == len(wanted))
+    assert line.get_xdata().tolist() == wanted.index.tolist()
+    assert line.get_ydata() == pytest.approx(wanted.to_numpy())
+    lines = {line.get_label(): line.get_ydata() for line in curves.lines}
+    for norm, name in (("layernorm", "LayerNorm"), ("rmsnorm", "RMSNorm")):
+        for column, what in (("held_out_loss", "held-out"), ("train_loss", "training")):
+            assert lines[f"{name}, {what}"] == pytest.approx(by_norm[norm][column].to_numpy())
+
+
+def test_norms_alone_are_bars_of_their_ratios_with_quartiles():
+    frame = norm_kernels.compute()
+    page, parts = norm_kernels.markdown(frame), list(frame.groupby("dtype", sort=False))
+    for axes, (dtype, part) in zip(norm_kernels.plot(frame).axes, parts, strict=True):
+        shapes = list(part["shape"].unique())
+        for name, label in norm_kernels.SHOWN.items():
+            (bars,) = (b for b in axes.containers if b.get_label() == label and hasattr(b, "patches"))
+            rows = part[part.norm == name].set_index("shape").loc[shapes]
+            assert [bar.get_height() for bar in bars.patches] == pytest.approx(rows.ratio.tolist()), (dtype, name)
+            ends = [(s[0, 1], s[1, 1]) for s in bars.errorbar.lines[2][0].get_segments()]
+            assert ends == [pytest.approx(each) for each in zip(rows.ratio_q25, rows.ratio_q75, strict=True)]
+    columns = [cell.strip() for cell in page.splitlines()[0].split("|")[2:-1]]
+    lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in page.splitlines()[2:]}
+    for (norm, dtype, shape), rows in frame.groupby(["norm", "dtype", "shape"]):
+        assert float(lines[norm][columns.index(f"{dtype}, {shape}")]) == round(rows.ratio.item(), 2)
+
+
+def test_passes_are_points_and_what_is_inside_is_bars():
+    frame = efficiency.compute()
+    here = frame[(frame.phase == "forward") & (frame["mode"] == "eager") & (frame.dtype == frame.dtype.iloc[0])]
+    whole, inside = efficiency.plot(here).axes[:2]
+    names = [name for name in efficiency.LABELS if name in set(here.variant)]
+    points = drawn(whole)
+    bars = {b.get_label(): [bar.get_height() for bar in b.patches] for b in inside.containers if hasattr(b, "patches")}
+    for name in names:
+        rows = here[here.variant == name]
+        assert points[efficiency.LABELS[name]][1] == pytest.approx(rows.ratio.to_numpy())
+        assert bars[efficiency.LABELS[name]] == pytest.approx(rows.norm_ratio.tolist())
+        heights = ((rows.ratio_q75 - rows.ratio_q25) / 2).tolist()
+        assert points[efficiency.LABELS[name]][2] == pytest.approx(heights)
+
+
+def test_operations_are_drawn_for_1000_of_the_products():
+    frame = workload.compute(["vit-tiny", "gpt-small"])
+    (axes,) = workload.plot(frame).axes
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines}
+    for part, label in (("rmsnorm", "RMSNorm"), ("recenter", "recentered embeddings, in training")):
+        assert lines[label] == pytest.approx((1000 * frame[f"step_{part}"] / frame.step_products).to_numpy())
+
+
+def test_ways_to_measure_are_bars_of_their_ratios_with_quartiles():
+    rows = [{"variant": name, "ratio": 1 + k, "q25": 0.75 + k, "q75": 1.5 + k} for k, name in enumerate(VARIANTS)]
+    about = {"model": "m", "seconds": 2.0, "batch": 8, "context": 16, "d": 4, "sites": 3, "rounds": 5}
+    (axes,) = stream_cost.plot(pd.DataFrame(rows).assign(**about, dtype="float32", device="a")).axes
+    (bars,) = (b for b in axes.containers if hasattr(b, "patches"))
+    assert [bar.get_width() for bar in bars.patches] == [row["ratio"] for row in rows]
+    ends = [(s[0, 0], s[1, 0]) for s in bars.errorbar.lines[2][0].get_segments()]
+    assert ends == [(row["q25"], row["q75"]) for row in rows]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [stream_cost.LABELS[name] for name in VARIANTS]
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(999, "999 B"), (25_600, "25.6 kB"), (3e6, "3 MB"), (4.5e9, "4.5 GB"), (2e12, "2 TB"), (7e15, "7 PB")],
+)
+def test_bytes_have_units(n, text):
+    assert store_plan._size(n) == text
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [(30 / 3600, "30 s"), (5 / 60, "5 min"), (36, "36 h"), (72, "3 days"), (24 * 365 * 2, "2 years")],
+)
+def test_hours_are_said_in_units_of_their_size(hours, text):
+    assert store_plan._duration(hours) == text
