@@ -6,6 +6,7 @@ from zoo import tiny
 from normgeo.bench import inference as inference_bench
 from normgeo.bench.inference import bench_inference
 from normgeo.bench.inference_models import main_sites
+from normgeo.system.timing import Stopwatch
 
 
 def test_every_token_is_decoded_with_the_same_cache():
@@ -25,5 +26,27 @@ def test_every_token_is_decoded_with_the_same_cache():
 def test_whole_passes_and_norms_have_columns_of_their_own(monkeypatch):
     monkeypatch.setattr(inference_bench._Pass, "seconds", lambda self: 3.0)
     monkeypatch.setattr(inference_bench._Pass, "norm_seconds", lambda self, norms: float(len(norms)) / 4)
-    found = bench_inference(tiny("gpt2"), variants=("no-norm",), lengths=(8,), rounds=1, seed=5)
+    rounds, options = inference_bench.interleaved, []
+    monkeypatch.setattr(inference_bench, "interleaved", lambda *a, **o: options.append(o) or rounds(*a, **o))
+    found = bench_inference(tiny("gpt2"), variants=("no-norm",), lengths=(8,), rounds=1, seconds=2.0, seed=5)
+    assert options == [{"rounds": 1, "seconds": 2.0, "seed": 5}]
     assert found[["seconds", "norm_seconds", "seed"]].drop_duplicates().to_numpy().tolist() == [[3.0, 1.25, 5]]
+
+
+def test_all_norms_and_additions_of_a_pass_are_timed(monkeypatch):
+    class Counting(Stopwatch):
+        calls = 0
+
+        def __call__(self, function, *args, **kwargs):
+            self.calls += 1
+            return function(*args, **kwargs)
+
+        def seconds(self):
+            return float(self.calls)
+
+    monkeypatch.setattr(inference_bench, "Stopwatch", Counting)
+    model = tiny("gpt2")
+    inputs = inference_bench._inputs(model, 1, 8, "forward")
+    run = inference_bench._Pass(model, inputs, inference_bench.Case("float32", 1, 8))
+    assert run.seconds() == 1
+    assert run.norm_seconds([site.name for site in main_sites(model)]) == 5 + 4

@@ -1,0 +1,48 @@
+"""What adds up times and shares them out, on a clock that stands still between calls."""
+
+import pytest
+import torch
+
+from normgeo.system import timing
+from normgeo.system.timing import Stopwatch, interleaved
+
+
+@pytest.fixture
+def takes(monkeypatch):
+    """Functions that take so many seconds."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def function(seconds):
+        def run(*_, **__):
+            now[0] += seconds
+            return seconds
+
+        return run
+
+    return function
+
+
+def test_a_stopwatch_adds_up_calls_and_nothing_between_them(takes):
+    watch = Stopwatch(torch.device("cpu"))
+    for seconds in (1.0, 4.0):
+        assert watch(takes(seconds), 3, name=4) == seconds
+        takes(100.0)()
+    assert watch.seconds() == watch.seconds() == 5.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(0.0, 3), (7.9, 3), (8.0, 4), (9.9, 4), (10.0, 5), (13.9, 6), (1000.0, 9)]
+)
+def test_no_round_is_begun_that_would_not_end_in_time(takes, seconds, rounds):
+    """Of two seconds each, the one that warms up aside; nine are wanted."""
+    measures = {"a": takes(0.5), "b": takes(1.5)}
+    found = list(interleaved(measures, rounds=9, seconds=seconds))
+    assert found[-1][0] + 1 == rounds
+    assert all(value == {"a": 0.5, "b": 1.5}[name] for _, name, value in found)
+
+
+def test_the_order_is_a_function_of_the_seed(takes):
+    measures = {name: takes(0.0) for name in "abcdef"}
+    orders = [[name for _, name, _ in interleaved(measures, rounds=3, seconds=9.0, seed=seed)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
