@@ -76,6 +76,37 @@ def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, mo
     assert "two tables are of a model called" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "phases", "directions"),
+    [
+        ("angles_by_layer", ["pre", "post"], None),
+        ("energy_removed", ["pre"], ["uniform", "null"]),
+        ("norm_growth", ["pre"], ["uniform"]),
+        ("rotation", ["standardized"], ["uniform"]),
+        ("sinks", ["pre"], ["uniform"]),
+    ],
+)
+def test_an_analysis_is_of_its_phases_and_directions(name, phases, directions, run):
+    table, frame = AngleTable.load(run), module(name).compute(run)
+    rows = table.sinks if name == "sinks" else figures.with_rest(table.frame, table.sinks)
+    rows = rows[rows.phase.isin(phases) & (rows.direction.isin(directions or set(rows.direction)))]
+    pd.testing.assert_frame_equal(frame, rows[frame.columns].reset_index(drop=True))
+    assert len(rows) > 2 * 13 - 1
+
+
+def test_the_uniform_vectors_place_is_among_the_random_directions(run):
+    frame, table = module("null_ensemble").compute(run), AngleTable.load(run).frame
+    keys = ["model", "site", "phase"]
+    uniform, null = (table[table.direction == name].set_index(keys) for name in ("uniform", "null"))
+    assert len(frame) == 2 * 13 * 2
+    for row in frame.to_dict("records"):
+        at = tuple(row[key] for key in keys)
+        own, random = uniform.loc[at], null.loc[at]
+        assert (row["mean_deg"], row["null_percentile"]) == (own.mean_deg, own.null_percentile)
+        assert (row["null_mean_deg"], row["null_std_deg"]) == (random.mean_deg, random.std_deg)
+        assert row["n_directions"] == 32
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_analysis_without_a_run(name, tmp_path):
     frame = module(name).compute()
@@ -124,6 +155,7 @@ def test_the_table_of_twins_has_the_numbers_of_the_paper():
         16, 2048, 8, 3e-4, 50_000, 14
     ]  # fmt: skip
     assert frame.parameters["160m"] == 124_439_808  # GPT-2 small's
+    assert frame.tokens["1b"] == 50_000 * 64 * 1024
 
 
 @pytest.mark.parametrize("n_tokens", [-1, 0])
@@ -214,6 +246,7 @@ def test_models_table_is_table_1():
     assert frame.d.tolist() == [1600, 2048, 2048, 4096, 4096, 4096, 4096]
     assert frame.layers.tolist() == [48, 24, 24, 28, 32, 32, 32]
     assert frame.norm.tolist() == ["LayerNorm"] * 5 + ["RMSNorm"] * 2
+    np.testing.assert_allclose(frame.memory_gb, 2 * frame.parameters / 1e9)
 
 
 def test_twins_saw_the_same_steps():

@@ -161,5 +161,12 @@ def test_the_causal_test_finds_the_swap_and_not_the_conversion(tmp_path, ids):
     figure = causal_test.plot(frame)
     assert drawn(figure)
     assert len(figure.axes) == 4
+    assert frame.perplexity_difference.tolist() == (frame.perplexity - original["perplexity"]).tolist()
+    panels = {axes.get_title(): axes.lines[0].get_xdata()[0] for axes in figure.axes}
+    change = abs(naive["perplexity"] / original["perplexity"] - 1)
+    assert panels == pytest.approx({
+        "|perplexity change| (%)": 100 * change, "mean KL (nats)": naive["kl_mean"],
+        "other token preferred (%)": 100 * (1 - naive["top1"]), "logits, rms error (%)": 100 * naive["error_rms_rel"],
+    })  # fmt: skip
     with pytest.raises(ConversionError, match="has no LayerNorm"):
         causal_test.compute(tmp_path / "llama", tmp_path / "ids.npy")
