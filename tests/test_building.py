@@ -44,19 +44,41 @@ def test_they_are_built_once_and_kept(cache):
     assert (cache / "normgeo" / name).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("what", ["SOURCE", "FLAGS", "processor"])
-def test_another_source_flag_or_processor_is_another_file(cache, monkeypatch, tmp_path, what):
+@pytest.mark.parametrize("what", ["SOURCE", "FLAGS", "processor", "header", "compiler"])
+def test_another_source_header_flag_compiler_or_processor_is_another_file(cache, monkeypatch, tmp_path, what):
     kernels.status()
     if what == "SOURCE":
         (tmp_path / "other.cpp").write_text(cpu.SOURCE.read_text() + "// changed\n")
         monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
     elif what == "FLAGS":
         monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-g"))
+    elif what == "header":
+        for header in compiling.HERE.glob("*.h"):
+            (tmp_path / header.name).write_text(header.read_text() + "// changed\n" * (header.stem == "lanes"))
+        monkeypatch.setattr(compiling, "HERE", tmp_path)
+    elif what == "compiler":
+        (tmp_path / "newer").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 99.1 || exec {GXX} "$@"\n')
+        (tmp_path / "newer").chmod(0o755)
+        monkeypatch.setenv("CXX", str(tmp_path / "newer"))
     else:
         monkeypatch.setattr(compiling, "_processor", lambda: "another")
     cpu.loaded.cache_clear()
     assert kernels.status().compiled
     assert len(shared_objects(cache)) == 2
+
+
+def test_a_file_is_of_its_own_flags_and_safe_before_it_has_its_name(cache, monkeypatch):
+    synced, renamed, sync, replace = [], [], os.fsync, Path.replace
+
+    def put(self, target):
+        renamed.append((self.stat().st_ino, list(synced)))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino) or sync(descriptor))
+    monkeypatch.setattr(Path, "replace", put)
+    paths = {compiling.compiled(cpu.SOURCE, flags) for flags in ((), ("-g",), ())}
+    assert len(paths) == len(shared_objects(cache)) == len(renamed) == 2
+    assert all(file in before for file, before in renamed)
 
 
 # of all of x86-64 that come with other vectors; none of them need be this one
