@@ -203,6 +203,25 @@ def test_the_store_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_rate_of_a_store_is_of_all_its_bytes(tmp_path, monkeypatch):
+    made, clock = [], iter([10.0, 12.0])
+
+    @contextlib.contextmanager
+    def kept(folder, layout):
+        disk = store_bench.Disk(tmp_path / "kept")
+        with disk.writing():
+            store_bench.create(disk, layout, [], [], [], {})
+            made.append(layout)
+            yield disk
+
+    monkeypatch.setattr(store_bench, "_new_store", kept)
+    monkeypatch.setattr(store_bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    rate = store_bench.store_rate(tmp_path, sites=2, d=64, n_tokens=512, batch=128)
+    chunks = [file for file in (tmp_path / "kept/hidden.zarr").rglob("c.*") if file.is_file()]
+    assert sum(file.stat().st_size for file in chunks) == made[0].nbytes == 2 * rate
+    assert made[0].nbytes > 2 * 3 * 512 * 64 * 4
+
+
 def test_memory_is_kept_until_nobody_wants_it_kept(monkeypatch):
     set_to = {}
     library = SimpleNamespace(mallopt=lambda option, value: set_to.update({option: value}))
