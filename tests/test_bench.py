@@ -184,7 +184,12 @@ def test_passes_of_a_model_are_timed_without_statistics_and_with_them_and_a_stor
     monkeypatch.setattr(store_bench, "_pass", lambda *given: passes.append(given) or 1.0)
     monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: 1e9)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
-    store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=256, rounds=1)
+    monkeypatch.setattr(store_bench, "_read", lambda store, direct: 2.0 if direct else 4.0)
+    monkeypatch.setattr(store_bench, "_scan", lambda store: 8.0)
+    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=256, rounds=1)
+    seconds = frame.set_index("variant").seconds.to_dict()
+    for phases in ("pre", "pre and post"):
+        assert [seconds[f"{way} of {phases}"] for way in ("reading", "direct reading", "scan")] == [4.0, 2.0, 8.0]
     count = len(find_sites(load_model("embedded-layernorm")))
     assert {(len(sites), folder, batch) for _, sites, _, folder, batch, *_ in passes} == {
         (0, None, 4), (count, None, 4), (count, tmp_path, 4),

@@ -19,6 +19,8 @@ from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
 from normgeo.system.files import (
+    LOCK,
+    _held,
     alone,
     check_file,
     check_folder,
@@ -193,6 +195,17 @@ def test_one_process_writes_a_directory_until_it_ends(tmp_path):
     with alone(tmp_path / "new"):
         assert (tmp_path / "new").is_dir()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_lock_that_its_holder_has_just_removed_holds_nothing(tmp_path):
+    lock = tmp_path / LOCK
+    with lock.open("a") as mine:
+        assert _held(mine.fileno(), lock)
+        lock.unlink()
+        assert not _held(mine.fileno(), lock)
+        with lock.open("a") as another:
+            assert _held(another.fileno(), lock)
+            assert not _held(mine.fileno(), lock)
 
 
 def test_a_link_to_nothing_is_refused_before_the_work(tmp_path):

@@ -72,6 +72,15 @@ def test_what_is_left_without_a_large_mean_is_no_difference_of_squares(mean, d):
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e9])
+def test_what_is_left_without_the_mean_is_nothing_as_a_share_of_the_vector(size):
+    x = vectors(6, 100, torch.float64) * size
+    x[2], x[4] = size / 3, -size / 7
+    found = kernels.project(x, Directions.seeded(100, 0).units, centered=True)[4]
+    assert (found == 0).tolist() == [False, False, True, False, True, False]
+    np.testing.assert_allclose(found, np.where(found == 0, 0, expected(x, x[:3])[4]), rtol=1e-9)
+
+
 def test_a_row_is_summed_alike_wherever_it_lies_and_its_neighbours_do_not_matter():
     x, units = vectors(37, 100), Directions.seeded(100, 0).units
     whole = kernels.project(x, units, centered=True)
@@ -161,6 +170,17 @@ def test_both_tallies_are_equal_to_the_last_bit(phases, phase, at_once, monkeypa
     assert met.sum() == phases * known.sum()
     assert least.min() == -90 * 2**20
     assert most.max() == 90 * 2**20
+
+
+def test_what_is_tallied_may_lie_in_any_layout():
+    rng = torch.Generator().manual_seed(2)
+    given = [torch.rand((70, 2, n), generator=rng, dtype=dtype).permute(1, 2, 0)
+             for n, dtype in ((1, torch.float32), (3, torch.float32), (3, torch.float64))]  # fmt: skip
+    group, found = torch.randint(0, 3, (70,), generator=rng, dtype=torch.uint8), []
+    for tensors in (given, [tensor.contiguous() for tensor in given]):
+        counts = torch.zeros((2, 3, 3, BINS), dtype=torch.int64)
+        found.append((*kernels.tally(*tensors, group, Histogram(counts, torch.arange(2), 0)), counts))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -132,6 +132,8 @@ def test_a_tokenizer_that_adds_special_tokens_separates_documents_itself(tmp_pat
 def test_documents_can_be_left_out_by_their_text(tmp_path, tokenizer):
     stream = load_tokens(write(tmp_path, ".jsonl"), tokenizer, 8, exclude={TEXTS[1]})
     assert everything(stream)[0].tolist() == packed(tokenizer, [TEXTS[0], TEXTS[2]])
+    stream = load_tokens(["a b", " a b\n", "a  b"], tokenizer, 8, exclude={"a b"})  # by the whole of it
+    assert everything(stream)[0].tolist() == packed(tokenizer, [" a b\n", "a  b"])
 
 
 @pytest.mark.parametrize(("suffix", "blank"), [(".jsonl", ["  \n"]), (".parquet", [None, "", "  \n"])])

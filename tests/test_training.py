@@ -2,10 +2,12 @@
 
 import errno
 import io
+import json
 import math
 import re
 import resource
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +132,15 @@ def test_a_last_checkpoint_that_was_moved_away_is_made_again(tmp_path):
     shutil.rmtree(last)
     trained("rmsnorm", recipe, tmp_path)
     assert (last / "model.safetensors").read_bytes() == weights
+
+
+def test_a_checkpoint_says_what_it_was_trained_on(tmp_path):
+    recipe, text = small(steps=3, checkpoint_every=3), text_like()
+    corpus = Shuffled(text, recipe.context, recipe.seed)
+    training.train("rmsnorm", recipe, corpus, 48, tmp_path, held_out=text, device="cpu")
+    note = json.loads((tmp_path / "checkpoints/step-00000003/training.json").read_text())
+    about = {"norm": "rmsnorm", "step": 3, "data_sha256": corpus.digest, "packing": corpus.packing}
+    assert note.items() >= (about | {"held_out": text.digest, "recipe": asdict(recipe)}).items()
 
 
 def test_mixed_precision_trains():
