@@ -57,6 +57,18 @@ def test_every_recipe_is_followed_to_the_last_bit(recipe, dtype, kind, biased, o
 
 @pytest.mark.parametrize("recipe", ROUNDED_HALFWAY)
 @pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_few_numbers_keep_their_bits_and_other_layouts_their_values(recipe, dtype):
+    """Which torch sums in orders of their own."""
+    for d in range(1, 33):
+        x, rebuild = drawn(40, d, dtype=dtype, seed=0), Rebuild(recipe, 0.0, None, None, True, 0.0)
+        wanted = plainly(recipe, x, None, None)
+        assert same_bits(rebuild(x, EPS), wanted), d
+        for layout in (x.T.contiguous().T, torch.stack([x, -x], 2)[..., 0]):
+            torch.testing.assert_close(rebuild(layout, EPS), wanted)
+
+
+@pytest.mark.parametrize("recipe", ROUNDED_HALFWAY)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_a_row_without_a_length_keeps_its_own_bits(recipe, dtype, value):
     x, gamma = drawn(9, 40, dtype=dtype, seed=0), drawn(40, dtype=dtype, seed=1)
