@@ -148,13 +148,31 @@ def test_passes_are_points_and_what_is_inside_is_bars():
     whole, inside = efficiency.plot(here).axes[:2]
     names = [name for name in efficiency.LABELS if name in set(here.variant)]
     points = drawn(whole)
-    bars = {b.get_label(): [bar.get_height() for bar in b.patches] for b in inside.containers if hasattr(b, "patches")}
+    drawn_inside = {b.get_label(): b for b in inside.containers if hasattr(b, "patches")}
+    bars = {label: [bar.get_height() for bar in b.patches] for label, b in drawn_inside.items()}
+    ends = {
+        label: [(s[0, 1], s[1, 1]) for s in b.errorbar.lines[2][0].get_segments()] for label, b in drawn_inside.items()
+    }
     for name in names:
         rows = here[here.variant == name]
         assert points[efficiency.LABELS[name]][1] == pytest.approx(rows.ratio.to_numpy())
         assert bars[efficiency.LABELS[name]] == pytest.approx(rows.norm_ratio.tolist())
+        quartiles = zip(rows.norm_ratio_q25, rows.norm_ratio_q75, strict=True)
+        assert ends[efficiency.LABELS[name]] == [pytest.approx(each) for each in quartiles]
         heights = ((rows.ratio_q75 - rows.ratio_q25) / 2).tolist()
         assert points[efficiency.LABELS[name]][2] == pytest.approx(heights)
+
+
+def test_the_page_has_means_of_whole_passes_and_of_what_is_inside():
+    frame = efficiency.compute()
+    whole, inside = efficiency.markdown(frame).split("Norms and residual additions inside it")
+    plain = frame[(frame.phase == "forward") & (frame["mode"] == "eager") & (frame.dtype == "float32")]
+    names = [name for name in efficiency.LABELS if name in set(frame.variant)]
+    for page, column in ((whole, "ratio"), (inside, "norm_ratio")):
+        line = next(line for line in page.splitlines() if line.startswith("| float32, forward, eager;"))
+        here = plain[plain.groupby(efficiency.CONDITION, sort=False).ngroup() == 0]
+        means = [f"{here[here.variant == name][column].mean():.4f}" for name in names]
+        assert [cell.strip() for cell in line.split("|")[3:-1]] == means
 
 
 def test_operations_are_drawn_for_1000_of_the_products():

@@ -109,3 +109,17 @@ def test_parts_of_a_step_are_percents_of_the_whole(printed, monkeypatch, tmp_pat
     assert len(rows) == 2 * 3
     assert {tuple(cells[-3:]) for cells in rows} == {("8.33%", "7.29 to 9.17%", "0.5000")}  # 0.5 of 5, 6 and 8
     assert pd.read_parquet(out).groupby("size").size().to_dict() == {"tiny": len(raw), "70m": len(raw)}
+
+
+def test_times_of_several_models_are_written_together(tmp_path, monkeypatch, capsys):
+    raw = pd.DataFrame({
+        "variant": ["original"] * 3, "round": range(3), "seconds": 1.0, "norm_seconds": 1.0, "error": 0.0,
+    })  # fmt: skip
+    about = {"dtype": "float32", "batch": 1, "length": 8, "phase": "forward", "mode": "eager", "device": "a"}
+    monkeypatch.setattr("normgeo.bench.inference_models.build", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "normgeo.bench.inference.bench_inference", lambda _, name, **__: raw.assign(model=name, threads=1, **about)
+    )
+    out = tmp_path / "raw.parquet"
+    bench_command.bench_inference(["m", "n"], out=out)
+    assert pd.read_parquet(out).groupby("model").size().to_dict() == {"m": 3, "n": 3}

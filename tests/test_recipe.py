@@ -60,3 +60,9 @@ def test_recipes_that_make_no_sense_are_refused():
         trained("rmsnorm", small(precision="fp16"))
     with pytest.raises(NormGeoError, match="no norm 'batchnorm'"):
         build_twin("batchnorm", small(), 48)
+
+
+def test_half_way_through_the_decay_the_rate_is_half_way_down():
+    recipe = recipe_for("tiny", steps=30, warmup=10, lr=1.0)
+    assert [learning_rate(step, recipe) for step in (10, 20, 30)] == pytest.approx([1.0, 0.55, 0.1])
+    assert learning_rate(29, recipe) > 0.1  # which the step after the last would have

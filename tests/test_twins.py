@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,10 +14,11 @@ from normgeo import convert, find_sites, load_model
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm
+from normgeo.tokens import TokenStream
 from normgeo.training import twins
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import NORMS
-from normgeo.training.twins import build_twin, save_twin, train_tokenizer
+from normgeo.training.twins import build_twin, evaluate, save_twin, train_tokenizer
 
 
 def test_twins_start_from_the_same_weights():
@@ -146,3 +148,19 @@ def test_the_forms_overlap_in_float32(tmp_path):
     assert frame.groupby("form").step.max().tolist() == [2, 2, 2]
     assert frame.difference.max() < 1e-5
     figures.save(training_forms.plot(frame), tmp_path / "forms")
+
+
+def test_a_held_out_loss_is_the_mean_over_predictions():
+    """Of contexts of 16 tokens, and of one of 5: each has a prediction less than tokens."""
+    recipe, rng = small(), np.random.default_rng(0)
+    model = build_twin("layernorm", recipe, 48).eval()
+    ids = rng.integers(0, 48, 3 * 16 + 5)
+    found = evaluate(model, TokenStream.from_array(ids, context=16), rows=2)
+    losses = []
+    for context in np.split(ids, [16, 32, 48]):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(context[None])).logits[0].double()
+        log_p = logits - logits.logsumexp(-1, keepdim=True)
+        losses += [-log_p[k, context[k + 1]].item() for k in range(len(context) - 1)]
+    assert len(losses) == 3 * 15 + 4
+    assert found == pytest.approx(np.mean(losses), rel=1e-5)
