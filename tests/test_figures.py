@@ -215,9 +215,26 @@ def test_norms_of_queries_and_of_keys_have_panels_of_their_own(ids):
 
 
 def test_growth_is_of_the_residual_stream(tables):
-    labels = lambda name: {line.get_label() for line in tables[name].plot("norms").axes[0].lines}  # noqa: E731
+    def labels(name):
+        figure = figures.draw(tables[name].frame, "norms")
+        return {line.get_label() for line in figure.axes[0].lines}
+
     assert labels("gemma2") == {"pre-attention", "pre-MLP", "final"}
     assert labels("bert") == {"embedding", "post-attention", "post-MLP"}
+
+
+def test_growth_without_first_positions_and_bos_is_drawn_in_broken_lines(tables):
+    table = tables["gpt2"]
+    lines = [line for line in table.plot("norms").axes[0].lines if line.get_linestyle() == "--"]
+    assert lines.pop().get_label() == "the same without first positions and BOS"
+    pre = table.frame[(table.frame.phase == "pre") & (table.frame.direction == "uniform")].set_index("site")
+    groups = table.sinks[(table.sinks.phase == "pre") & (table.sinks.direction == "uniform")].set_index("site")
+    sinks = groups[groups.tokens != "rest"]
+    left = pre.mean_norm * pre.n_tokens - (sinks.mean_norm * sinks.n_tokens).groupby("site").sum()
+    pre["rest"] = left / (pre.n_tokens - sinks.n_tokens.groupby("site").sum())
+    assert (pre.rest - pre.mean_norm).abs().min() > 1e-6
+    drawn = sorted(y for line in lines for y in line.get_ydata())
+    assert drawn == pytest.approx(sorted(pre.rest), rel=1e-6)
 
 
 def test_norms_of_what_is_measured_off_the_stream_alone_are_drawn(tiny, ids):
