@@ -78,7 +78,7 @@ def test_it_is_the_store_on_a_disk_file_by_file(home, server, tmp_path, scheme):
     assert remote_content(url) == content(tmp_path / "s")
     there, here = files(url), {p.relative_to(tmp_path / "s").as_posix(): p for p in (tmp_path / "s").rglob("*")}
     assert set(there) == {name for name, path in here.items() if path.is_file()} - {"lock"}
-    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "report.html"):
         assert there[name] == here[name].read_bytes()
     record, local = json.loads(there["store.json"]), json.loads(here["store.json"].read_text())
     assert (record["layout"], record["status"]) == (local["layout"], "complete")

@@ -308,7 +308,7 @@ def test_the_command_under_torchrun(tmp_path):
     assert process.returncode == 0, err
     assert err.count("exactly") == out.count("store.json") == 1
     assert content(tmp_path / "two") == content(tmp_path / "one")
-    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "report.html"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 

@@ -49,8 +49,9 @@ def test_a_run_writes_what_it_promises(tmp_path):
     out = tmp_path / "run"
     lines = []
     table = start_run(RunConfig(**SMALL), out, progress=False, announce=lines.append)
-    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "run.json", "scalars.zarr", "figures/energy.svg"):
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "report.html", "run.json", "scalars.zarr"):
         assert (out / name).exists(), name
+    assert (out / "figures/energy.svg").exists()
     assert (out / "figures/angles-embedded-layernorm.png").stat().st_size > 10_000
     record = json.loads((out / "run.json").read_text())
     about = record["models"]["embedded-layernorm"]

@@ -92,7 +92,7 @@ def test_a_damaged_list_of_checksums_is_named_itself(copy):
 
 
 def test_damaged_results_are_named(copy):
-    for name in ("angles.parquet", "sinks.parquet", "verdict.md"):
+    for name in ("angles.parquet", "sinks.parquet", "verdict.md", "report.html"):
         raw = bytearray((copy / name).read_bytes())
         raw[9] ^= 4
         (copy / name).write_bytes(raw)

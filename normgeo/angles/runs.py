@@ -3,7 +3,7 @@
 run.json            what was run on what: configuration, models and data by hash, versions, command line
 state/<model>.safetensors   the statistics so far, renamed into place after every block of tokens
 scalars.zarr/<model>        per-token scalars, where kept
-angles.parquet, sinks.parquet, verdict.md, figures/   written when every model is done
+angles.parquet, sinks.parquet, verdict.md, figures/, report.html   written when every model is done
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from normgeo import figures
 from normgeo.angles.cost import check_space, cost
 from normgeo.angles.job import Job, RunConfig, check_same, prepare
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
+from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import NormGeoError, RunError
@@ -146,18 +147,20 @@ def _execute(
         tables.append(AngleTable.from_statistics(statistics, job.label))
     table = AngleTable.concatenated(tables)
     with disk_explained(out):
-        write_results(table, out)
+        write_results(table, out, record["models"].values())
         record |= {"status": "complete", "finished": now()}
         write_json(out / "run.json", record)
     return table
 
 
-def write_results(table: AngleTable, out: Path) -> list[Path]:
-    """Write `angles.parquet`, `sinks.parquet`, `verdict.md` and `figures/`; gives all files."""
+def write_results(table: AngleTable, out: Path, about: Iterable[Mapping[str, Any]]) -> list[Path]:
+    """Write the tables, `verdict.md`, `figures/` and `report.html`, which says what it is `about`; gives all files."""
     table.save(out)
     write_whole(out / "verdict.md", table.verdict().encode())
     _draw(table, out / "figures")
-    return [out / "angles.parquet", out / "sinks.parquet", out / "verdict.md", *sorted((out / "figures").glob("*"))]
+    write_whole(out / "report.html", page(table, out / "figures", about).encode())
+    names = ("angles.parquet", "sinks.parquet", "verdict.md", "report.html")
+    return [*(out / name for name in names), *sorted((out / "figures").glob("*"))]
 
 
 def _draw(table: AngleTable, folder: Path) -> None:

@@ -150,7 +150,8 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
             "-" if isnan(row["null_percentile"]) else f"{row['null_percentile']:.0f}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"{where}: angles.parquet, figures/, {'' if 'step' in short else 'verdict.md, '}run.json")
+    files = "angles.parquet, figures/" if "step" in short else "report.html, angles.parquet, figures/, verdict.md"
+    console.print(f"{where}: {files}, run.json")
 
 
 @app.command()

@@ -60,7 +60,7 @@ def capture(
             config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
             capturing.start_capture(config, where, announce=note)
     if is_first():
-        console.print(f"{where}: hidden.zarr, commits/, angles.parquet, figures/, verdict.md, store.json")
+        console.print(f"{where}: hidden.zarr, commits/, report.html, angles.parquet, figures/, verdict.md, store.json")
 
 
 @app.command()

@@ -246,7 +246,7 @@ class _Capture:
             statistics.add_state_dict(read_state(self.storage, commit))
         table = AngleTable.from_statistics(statistics, self.job.label)
         with self.storage.results() as folder:
-            files = write_results(table, folder)
+            files = write_results(table, folder, [self.job.about])
             sums = {
                 file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
             }

@@ -143,7 +143,7 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
             record = _record(store, path, **options)
             table = angles_from_store(store, **options)  # which may grow meanwhile
             try:
-                write_results(table, where)
+                write_results(table, where, record["models"].values())
                 write_json(where / "run.json", record | {"status": "complete", "finished": now()})
             except BaseException:
                 emptied(where)
