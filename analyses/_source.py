@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
 from normgeo.angles.measure import AngleTable, measure_angles
-from normgeo.errors import DataError
+from normgeo.angles.runs import RunConfig, safe_name, start_run
+from normgeo.angles.scalars import ScalarStore
+from normgeo.errors import DataError, RunError
 from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import EMBEDDED
 from normgeo.tokens import load_tokens
+
+ScalarStores = dict[str, ScalarStore]
 
 KEPT = Path(__file__).parent / "data"
 CONTEXT = 256
@@ -36,6 +43,28 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
         tokens = load_tokens("sample", load_tokenizer(name), context=CONTEXT)
         tables.append(measure_angles(load_model(name), tokens, n_tokens=n_tokens, name=name, progress=False))
     return AngleTable.concatenated(tables)
+
+
+@contextmanager
+def scalars(run: Path | None = None, n_tokens: int | None = None) -> Iterator[tuple[pd.DataFrame, ScalarStores]]:
+    """The sites of a run that kept its tokens' scalars, and each model's; without a run, of the embedded pair.
+
+    Raises:
+        RunError: the run kept no scalars.
+        DataError: there is no finished run, or it is asked for a number of tokens.
+    """
+    if run is not None and n_tokens is not None:
+        raise DataError(f"{run} has its own tokens; leave out the number of tokens")
+    with tempfile.TemporaryDirectory() as folder:
+        if run is None:
+            run = Path(folder) / "run"
+            start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
+        frame = AngleTable.load(run).frame
+        if not (run / "scalars.zarr").is_dir():
+            raise RunError(f"{run} kept no scalars; measure again with --keep scalars")
+        sites = frame[["model", "site", "layer", "role", "kind", "stack"]].drop_duplicates()
+        names = map(str, sites.model.unique())
+        yield sites, {name: ScalarStore(run / "scalars.zarr" / safe_name(name)) for name in names}
 
 
 def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.DataFrame:

@@ -6,7 +6,6 @@ needs no model. A mask is a function of the store: an array of bool over tokens 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.angles.measure import AngleTable
-from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
-from normgeo.errors import DataError, RunError
+from normgeo.errors import DataError
 from normgeo.figures import on_stream
 from normgeo.geometry import NAMES
 
@@ -41,23 +38,13 @@ def compute(
         RunError: the run kept no scalars.
         DataError: there is no finished run; a mask leaves no token, or a run is asked for a number of tokens.
     """
-    if run is not None and n_tokens is not None:
-        raise DataError(f"{run} has its own tokens; leave out the number of tokens")
-    with tempfile.TemporaryDirectory() as folder:
-        if run is None:
-            run = Path(folder) / "run"
-            start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
-        table = AngleTable.load(run)
-        if not (run / "scalars.zarr").is_dir():
-            raise RunError(f"{run} kept no scalars; measure again with --keep scalars")
-        return pd.DataFrame(_rows(run, table, masks or MASKS))
+    with _source.scalars(run, n_tokens) as (sites, stores):
+        return pd.DataFrame(_rows(sites, stores, masks or MASKS))
 
 
-def _rows(run: Path, table: AngleTable, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
-    about = ["model", "site", "layer", "role", "kind", "stack"]
-    sites = table.frame[about].drop_duplicates()
+def _rows(sites: pd.DataFrame, stores: _source.ScalarStores, masks: Mapping[str, Mask]) -> Iterator[dict[str, Any]]:
     for model, part in sites.groupby("model", sort=False):
-        store = ScalarStore(run / "scalars.zarr" / safe_name(str(model)))
+        store = stores[str(model)]
         chosen = {name: np.asarray(mask(store), bool) for name, mask in masks.items()}
         for name, keep in chosen.items():
             if not keep.any():

@@ -1,0 +1,78 @@
+"""How well a mean angle is known: its standard error, by documents (*Geometry* fig. 3 has spreads over tokens alone).
+
+Tokens of a document are alike, so that the mean of N of them is known less well than that of N drawn apart. With t_i
+the angles and m their mean, over D documents that were drawn apart,
+
+    se = sqrt(D / (D - 1) * sum over documents of (sum of t_i - m over its tokens)^2) / N,
+
+beside std / sqrt(N), as if every token had been. Of fewer than some ten documents this is too small, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+
+from analyses import _axes, _source
+from normgeo import figures
+from normgeo.angles.scalars import ScalarStore
+from normgeo.errors import DataError
+from normgeo.geometry import NAMES
+
+LABELS = {"se_deg": "by documents", "se_tokens_deg": "as if tokens were drawn apart"}
+
+
+def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
+    """Mean angles with both standard errors, per model, site, phase and direction.
+
+    Raises:
+        RunError: the run kept no scalars.
+        DataError: there is no finished run, it has a single document, or is asked for a number of tokens.
+    """
+    with _source.scalars(run, n_tokens) as (sites, stores):
+        return pd.DataFrame(
+            site | row for site in sites.to_dict("records") for row in _rows(stores[site["model"]], site["site"])
+        )
+
+
+def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
+    for phase in ("pre", "post"):
+        for direction in NAMES:
+            degrees = store.angles(site, phase, direction).astype(float)
+            document = np.repeat(store.document, len(degrees) // len(store.document))  # norms on heads have several
+            known = ~np.isnan(degrees)
+            _, of = np.unique(document[known], return_inverse=True)
+            apart = degrees[known] - degrees[known].mean()
+            n, n_documents = len(apart), int(of.max()) + 1
+            if n_documents < 2:
+                raise DataError("one document tells nothing of how documents differ; measure more of them")
+            together = np.bincount(of, apart)
+            yield {
+                "phase": phase, "direction": direction, "mean_deg": degrees[known].mean(),
+                "se_deg": np.sqrt(n_documents / (n_documents - 1) * (together**2).sum()) / n,
+                "se_tokens_deg": np.sqrt((apart**2).sum() / (n - 1) / n), "n_documents": n_documents, "n_tokens": n,
+            }  # fmt: skip
+
+
+@figures.styled
+def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
+    """Both standard errors of the mean angle to the uniform vector, along the depth of each model or stack."""
+    frame = figures.on_stream(frame[frame.direction == "uniform"])
+    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
+    for row, phase in zip(grid, ("pre", "post"), strict=True):
+        row[0].set_ylabel(f"{'before' if phase == 'pre' else 'after'} the norm (degrees)")
+        for axes, rows in zip(row, stacks.values(), strict=True):
+            part = rows[rows.phase == phase].sort_values("depth")
+            for k, (column, label) in enumerate(LABELS.items()):
+                style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label}
+                axes.plot(part.depth, part[column], f"{'os'[k]}-", **style)
+        row[0].set_ylim(bottom=0)
+    figures.legend(figure)
+    figure.suptitle("Standard error of the mean angle to the uniform vector", fontsize=9)
+    return figure
