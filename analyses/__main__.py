@@ -66,15 +66,21 @@ def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> Non
 
 
 def together(runs: list[Path], folder: Path) -> Path:
-    """One directory with the tables of several finished runs of `normgeo angles`; of one run its own.
+    """One directory with the tables, and links to the scalars, of several finished runs of `normgeo angles`.
+
+    Of one run it is its own.
 
     Raises:
         DataError: one is no finished run, or two are of models of one name.
     """
-    if len(runs) > 1:
-        AngleTable.concatenated([AngleTable.load(run) for run in runs]).save(folder)
-        return folder
-    return runs[0]
+    if len(runs) == 1:
+        return runs[0]
+    AngleTable.concatenated([AngleTable.load(run) for run in runs]).save(folder)
+    if all((run / "scalars.zarr").is_dir() for run in runs):
+        (folder / "scalars.zarr").mkdir()
+        for model in [path for run in runs for path in (run / "scalars.zarr").iterdir() if path.is_dir()]:
+            (folder / "scalars.zarr" / model.name).symlink_to(model.resolve(), target_is_directory=True)
+    return folder
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Every analysis computes, draws and saves, from the embedded pair and from a run; `python -m analyses` runs it."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,9 @@ def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, mo
     table = AngleTable.load(run)
     for name, frame in table.frame.groupby("model"):
         AngleTable(frame, table.sinks[table.sinks.model == name]).save(tmp_path / str(name))
+        shutil.copytree(run / "scalars.zarr" / str(name), tmp_path / str(name) / "scalars.zarr" / str(name))
     parts = [option for name in table.frame.model.unique() for option in ("--run", tmp_path / name)]
-    for name in ("angles_by_layer", "sinks"):
+    for name in ("angles_by_layer", "sinks", "masks"):
         status, *_ = call(capsys, monkeypatch, name, *parts, "--out", tmp_path / "together")
         assert status == 0
         whole = module(name).compute(run)
