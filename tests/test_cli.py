@@ -309,7 +309,7 @@ def test_an_interrupt_while_libraries_are_loaded_ends_without_a_word():
 
 def test_results_are_printed_where_the_terminal_has_no_such_characters():
     done = subprocess.run(
-        [sys.executable, "-m", "normgeo", "angles", "--tokens", "64", "--null", "4"],
+        [sys.executable, "-m", "normgeo", "angles", "embedded-layernorm", "--sites", "final", "--tokens", "64"],
         env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
