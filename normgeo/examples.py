@@ -144,7 +144,8 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
         "timesteps": lambda: torch.arange(time).expand(2, time),
     }
     if name not in simple:
-        raise ModelError(f"{type(model).__name__} takes {name!r}, for which no example can be made; pass inputs=...")
+        kind = type(model).__name__
+        raise ModelError(f"{kind} takes {name!r}, for which no example can be made; in Python, pass inputs=...")
     return simple[name]()
 
 

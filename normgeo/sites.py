@@ -241,7 +241,7 @@ def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
-            f"{type(error).__name__}: {str(error)[:200]}; pass inputs=... that it accepts"
+            f"{type(error).__name__}: {str(error)[:200]}; in Python, pass inputs=... that it accepts"
         ) from error
     return trace
 

@@ -137,7 +137,7 @@ def test_a_classifier_without_padding_is_converted_on_what_it_takes():
     config = hf.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=3)
     torch.manual_seed(0)
     model = zoo.perturb(hf.GPT2ForSequenceClassification(config).eval())
-    with pytest.raises(ModelError, match=r"batch sizes > 1 .*; pass inputs=\.\.\. that it accepts"):
+    with pytest.raises(ModelError, match=r"batch sizes > 1 .*; in Python, pass inputs=\.\.\. that it accepts"):
         convert(model)
     ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(0))
     conversion = convert(model, inputs={"input_ids": ids})

@@ -156,7 +156,8 @@ def check_seen(statistics: AngleStatistics) -> None:
             if not n:
                 raise ActivationError(
                     f"no vector at {site.key} ({phase}) has an angle: all {left:.0f} are zero or not finite. Are the "
-                    "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room"
+                    "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room; a "
+                    "norm that only ever sees zeros can be left out by --sites"
                 )
 
 
