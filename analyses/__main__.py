@@ -97,8 +97,9 @@ def main() -> int:
     name, out = given.pop("name", None), given.pop("out")
     try:
         if name is None:
+            width = max(map(len, names()))
             for each in names():
-                print(f"{each:16}  {(importlib.import_module(f'analyses.{each}').__doc__ or '').splitlines()[0]}")
+                print(f"{each:{width}}  {(importlib.import_module(f'analyses.{each}').__doc__ or '').splitlines()[0]}")
         else:
             with tempfile.TemporaryDirectory() as folder:
                 if "run" in given:

@@ -118,7 +118,7 @@ def test_angles_of_the_store_are_those_of_the_model(home, tmp_path, monkeypatch,
         pd.testing.assert_frame_equal(table.sinks, whole.sinks, check_exact=True)
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "context": 1, "batch": 1, "null": 16}])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "context": 1, "batch": 1, "null": 16, "tokens": 60}])
 def test_the_packages_own_norms_are_rebuilt_to_the_last_bit(tmp_path, changes):
     lines, options = [], {"data": "sample", "tokens": 150, "null": 4, "device": "cpu"} | changes
     setup = CaptureConfig(RunConfig(("embedded-rmsnorm",), **options))
