@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
 import tempfile
@@ -105,6 +106,10 @@ def main() -> int:
                 if "run" in given:
                     given["run"] = together(given["run"], Path(folder))
                 run(name, given, out)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as `head` leaves it; what Python flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except NormGeoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

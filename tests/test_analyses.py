@@ -46,6 +46,12 @@ def call(capsys, monkeypatch, *arguments):
     return status, *capsys.readouterr()
 
 
+def test_who_reads_the_list_may_stop():
+    command = f"{sys.executable} -m analyses | :; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_every_analysis_is_tested():
     assert set(MEASURED + FIXED) <= set(names())
 
