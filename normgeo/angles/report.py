@@ -25,11 +25,11 @@ CAPTIONS = {
 }
 LEFT_OUT = ("config", "sites", "marks")  # long, and in run.json
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
 h1, h2 { line-height: 1.2 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; overflow-wrap: anywhere }
 figure { margin: 1.5rem 0 } figure img { width: 100% } figcaption, small { color: #555 }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
-th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid #ddd; white-space: nowrap }
+th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid #ddd; white-space: nowrap }
 th { border-bottom-color: #888 } td:first-child, th:first-child { text-align: left }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: 13px }
 dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere } summary { cursor: pointer }
