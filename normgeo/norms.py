@@ -31,6 +31,7 @@ __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
 is_tracing = torch.jit.is_tracing  # pyright: ignore
+in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Means of a vector, over its spread, that are no more than its numbers' rounding leaves."""
 
@@ -155,10 +156,10 @@ class RMSNorm(_Norm):
     kernel = "rmsnorm"
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same in torch's own arithmetic: without gradients by torch's kernel where it has one."""
-        if x.dtype not in ROUNDING or _traced():
+        """The same in torch's own arithmetic: by torch's kernel where it has one, on a CPU without gradients alone."""
+        if x.dtype not in ROUNDING or is_compiling() or is_tracing() or x.shape[-1:] != (self.d,):
             return super().plain(x)
-        if x.shape[-1:] != (self.d,) or (x.is_cpu and not self.centered):
+        if (x.is_cpu and not self.centered) or (is_grad_enabled() and (not x.is_cuda or _transformed())):
             return super().plain(x)
         weight, bias = self.weight, self.bias
         if weight is None and x.is_cpu:  # without affine parameters torch's takes twice the time in float32
@@ -177,6 +178,11 @@ class RMSNorm(_Norm):
     def standardized(self, x: Tensor, free: bool = False) -> Tensor:
         """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
         return _onto(x, torch.mul, (x, torch.rsqrt(_squared_norm(x) / x.shape[-1] + self.eps)), free)
+
+
+def _transformed() -> bool:
+    """Whether `torch.func` or forward-mode derivatives are at work, which not all of torch's kernels have rules for."""
+    return in_transform() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor | None:

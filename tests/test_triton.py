@@ -43,15 +43,27 @@ def test_gradients_are_rounded_to_their_own_parameters_alone(weight):
     torch.testing.assert_close(bias.grad, dz.float().sum(0))
 
 
-@pytest.mark.parametrize("d", [2, 100, 768, 1000])
+def test_layouts_hold_their_rows_with_little_room_left_over():
+    triton_norms = importlib.import_module("normgeo.kernels.triton_norms")
+    for d in (1, 2, 3, 31, 100, 512, 768, 1000, 1536, 2560, 3072, 4097, 5120, 7168, 8191, 12288, 16384):
+        plan = triton_norms._plan(d)
+        assert d <= plan.parts * plan.block < 2 * d
+        assert d < 512 or plan.parts * plan.block <= 1.25 * d
+        assert plan.rows * plan.parts * plan.block >= 768
+        assert 4 * 32 <= plan.rows * plan.block // plan.warps <= 1024  # numbers a warp, of each part
+        for itemsize in (2, 4):
+            steps = triton_norms._steps(d, itemsize, 100_000)
+            assert d <= steps.block < 2 * d
+            assert 2 * steps.rows * steps.block * itemsize * (steps.stages - 1) <= 100_000
+            assert steps.rows * steps.block >= 4 * 32 * steps.warps
+
+
+@pytest.mark.parametrize("d", [2, 100, 768, 1000, 1500, 2560])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_few_rows_are_shared_out_to_many_processors(d, multiprocessors, monkeypatch):
+def test_rows_are_shared_out_to_few_processors_and_to_many(d, multiprocessors, monkeypatch):
     triton_norms = importlib.import_module("normgeo.kernels.triton_norms")
     monkeypatch.setattr(triton_norms, "_multiprocessors", lambda device: multiprocessors)
     x = drawn((3, 70, d), torch.float32)
-    plan = triton_norms._plan(x)
-    assert plan["ROWS"] * plan["BLOCK"] >= 1024
-    assert multiprocessors == 1 or plan["ROWS"] == max(1, 1024 // plan["BLOCK"])
     z = norm_ops.on_cuda().norm(x.requires_grad_(), None, None, 1e-6, 0.0, norm_ops.KINDS["rmsnorm"])
     z.sum().backward()
     truth = x.detach().double().requires_grad_()
@@ -59,6 +71,19 @@ def test_few_rows_are_shared_out_to_many_processors(d, multiprocessors, monkeypa
     expected.sum().backward()
     close(z, expected, torch.float32)
     close(x.grad, truth.grad, torch.float32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_parts_are_normed_as_whole(name, dtype):
+    cls, options = NAMES[name]
+    for d in (1500, 2560):  # in three and in five
+        norm, x = cls(d, 1e-5, bias=True, dtype=dtype, device=DEVICE, **options), drawn((2, 3, d), dtype, 7)
+        norm.weight.copy_(drawn(d, dtype, 8))
+        norm.bias.copy_(drawn(d, dtype, 9))
+        found = norm_ops.on_cuda().norm(x, norm.weight, norm.bias, 1e-5, 0.0, norm_ops.KINDS[name])
+        close(found, norm.double().plain(x.double()), dtype)
 
 
 @torch.no_grad()

@@ -91,8 +91,7 @@ def project(
     if _compiled(x):
         cpu.loaded().project(_by_rows(x), units, centered, out)
     elif (triton := _in_triton(x)) is not None:
-        with torch.cuda.device(x.device):
-            triton.project(_by_rows(x), units.contiguous(), centered, out, NOTHING)
+        triton.project(_by_rows(x), units.contiguous(), centered, out, NOTHING)
         return out
     else:
         fallback.project(x, units, centered, out)
@@ -113,8 +112,7 @@ def gather(
     if _compiled(x):
         cpu.loaded().gather(_by_rows(x), index, scalars, centered, out)
     elif (triton := _in_triton(x)) is not None:
-        with torch.cuda.device(x.device):
-            triton.gather(_by_rows(x), index, scalars, centered, out)
+        triton.gather(_by_rows(x), index, scalars, centered, out)
     else:
         fallback.gather(x, index, scalars, centered, out)
 

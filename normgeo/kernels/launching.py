@@ -1,14 +1,18 @@
-"""The kernels in Triton, if they can be built where they are wanted: that it is installed does not mean that it can."""
+"""The kernels in Triton: if they can be built where they are wanted, which it may not do though it is installed; and
+their launches.
+"""
 
 from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["found"]
+__all__ = ["Launcher", "found"]
 
 _tried: dict[str, Any] = {}
 
@@ -39,3 +43,43 @@ def found(module: str, device: torch.device | None = None) -> Any:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"normgeo computes in torch on CUDA, which is slower: Triton fails ({why})", stacklevel=2)
     return _tried.setdefault(module, kernels)
+
+
+class Launcher:
+    """Launches a kernel of Triton's on the first tensor's device, or in Triton's interpreter.
+
+    Triton finds out for each launch which of its builds suits the arguments, which takes three times as long as the
+    rest of it. Here the build is kept for arguments that are alike: in dtypes, alignment, numbers and constants.
+
+    Args:
+        kernel: its parameters are tensors, counts, numbers and constants, in this order; it is not specialized on
+            counts.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._built: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self, programs: int, tensors: Sequence[Tensor | None], counts: tuple[int, ...], numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...], num_warps: int = 4,
+    ) -> None:  # fmt: skip
+        """Launch so many programs."""
+        x = tensors[0]
+        assert x is not None
+        if not x.is_cuda:
+            self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
+            return
+        if (here := x.get_device()) != torch._C._cuda_getDevice():
+            with torch.cuda.device(here):
+                self(programs, tensors, counts, numbers, constants, num_warps)
+            return
+        alike = [None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
+        key = here, max(counts) >> 31, num_warps, numbers, constants, *alike
+        built = self._built.get(key)
+        if built is None:
+            launched = self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
+            self._built[key] = launched
+            return
+        stream = torch._C._cuda_getCurrentRawStream(here)
+        built[programs, 1, 1](*tensors, *counts, *numbers, *constants, stream=stream)

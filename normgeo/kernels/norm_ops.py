@@ -38,8 +38,8 @@ SOURCE, DIRECT = (Path(__file__).with_name(name) for name in ("norms.cpp", "norm
 UNDEFINED = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()  # Python itself has what is missing
 KINDS = {"layernorm": 0, "rmsnorm": 1, "crmsnorm": 2, "crmsnorm-padded": 3}
 """What there are kernels for; the numbers are those of `norms.h`. LayerNorm is there to compare with."""
-WIDEST = 16384  # numbers a row, on CUDA
-LAUNCH = 1 << 20  # numbers under which a launch of Triton's costs more than torch's one, or two (an estimate)
+WIDEST, WIDE = 16384, 8192  # numbers a row, on CUDA, and those whose gradients registers hold
+LAUNCH, TRAINED = 1 << 21, 1 << 25  # numbers from which a launch of Triton's saves more than torch's own costs less
 FUSED = frozenset({"layernorm", "rmsnorm"})  # torch has a kernel of its own for these
 _for_nothing = ContextVar("launches cost nothing", default=False)
 
@@ -180,13 +180,14 @@ def takes(x: Tensor) -> bool:
 def _pays(x: Tensor, weight: Tensor | None, offset: float, kind: str) -> bool:
     """Whether a launch from Python costs less than it saves: in torch norms that it has no kernel for are seven.
 
-    Those are CRMSNorms, norms with gradients, and those whose gamma is of another dtype or has an offset.
+    Those are CRMSNorms, and norms whose gamma is of another dtype or has an offset.
 
     The same while a graph is recorded as before: kernels cannot be loaded then.
     """
-    least = LAUNCH >> 4 if is_grad_enabled() else LAUNCH
     fused = kind in FUSED and not offset and (weight is None or weight.dtype is x.dtype)
-    return x.numel() >= least or not fused or _for_nothing.get()
+    if not fused or not is_grad_enabled():
+        return not fused or x.numel() >= LAUNCH or _for_nothing.get()
+    return x.shape[-1] <= WIDE and (x.numel() >= TRAINED or _for_nothing.get())
 
 
 @contextmanager
@@ -199,13 +200,18 @@ def launched_always() -> Iterator[None]:
         _for_nothing.reset(before)
 
 
-def _suit(x: Tensor, *parameters: Tensor | None) -> bool:
+def _suit(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether gamma and beta are what a kernel reads: d numbers of one dtype, the input's or float32, where x is."""
-    given = [p for p in parameters if p is not None]
-    if not all(type(p) in PLAIN and p.is_contiguous() and p.shape == x.shape[-1:] for p in given):
-        return False
-    dtypes = {p.dtype for p in given}
-    return len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32} and all(p.device == x.device for p in given)
+    dtype = None
+    for p in (weight, bias):  # written out: it is asked for every norm
+        if p is None:
+            continue
+        if type(p) not in PLAIN or not p.is_contiguous() or p.shape != x.shape[-1:] or p.device != x.device:
+            return False
+        if (p.dtype is not x.dtype and p.dtype is not torch.float32) or (dtype is not None and p.dtype is not dtype):
+            return False
+        dtype = p.dtype
+    return True
 
 
 def _may_be_kept(*tensors: Tensor | None) -> bool:
@@ -239,13 +245,13 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
         return None
     if x.is_cpu and not is_grad_enabled():
         return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
+    if x.is_cuda and not _pays(x, weight, offset, kind):  # looked at first: what is small has no time for the rest
+        return None
     if not takes(x) or not _suit(x, weight, bias) or (is_grad_enabled() and not _may_be_kept(x, weight)):
         return None
     if x.is_cpu:
         kernels = norm_gradients.loaded()
         return kernels and differentiable.norm(kernels, x.contiguous(), weight, bias, eps, offset, KINDS[kind])
-    if not _pays(x, weight, offset, kind):
-        return None
     return on_cuda().norm(x.contiguous(), weight, bias, eps, offset, KINDS[kind])
 
 
@@ -261,7 +267,7 @@ def add_norm_(
         return None
     if residual.is_cpu:
         return (_loaded or _on_cpu(x)).add_norm_(residual, x, weight, bias, eps, offset, KINDS[kind], over)
-    if is_grad_enabled() or not (takes(residual) and _pays(residual, weight, offset, kind) and _may_add(residual, x)):
+    if is_grad_enabled() or not (takes(residual) and _may_add(residual, x)):
         return None
     if not (_suit(residual, weight, bias) and _may_write(residual, x)):
         return None

@@ -15,45 +15,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from normgeo.kernels.launching import Launcher
+
 __all__ = ["gather", "launch_smallest", "project"]
 
-BLOCK, ROWS, EACH = 256, 8, 4  # numbers of a row at a time, rows a program, and neighbours that one thread adds up
-FEW = 4  # rows a program that gathers: there are fewer of them
+ROWS, BLOCK, AT_ONCE = 4, 64, 4  # rows a program, numbers of a row at a time, and such blocks under way
+FEW, WIDE = 4, 256  # the same of a program that gathers: there are fewer of them
 
 
-@triton.jit
-@no_type_check
-def _folded(products, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
-    """Sums over neighbours, which one thread has: threads need not meet before the row's end."""
-    return tl.sum(products.reshape((ROWS, LANES, EACH)), axis=2)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "plane"])
 @no_type_check
 def _project(
-    x_at, units_at, out_at, rows, d, stride, plane, nothing, CENTERED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EACH: tl.constexpr,
+    x_at, units_at, out_at, rows, plane, d, stride, nothing, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    LANES: tl.constexpr = BLOCK // EACH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     at = row.to(tl.int64)[:, None] * stride
-    squares = tl.zeros((ROWS, LANES), tl.float64)
-    first = tl.zeros((ROWS, LANES), tl.float64)
-    second = tl.zeros((ROWS, LANES), tl.float64)
-    third = tl.zeros((ROWS, LANES), tl.float64)
-    for start in range(0, d, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    squares = tl.zeros((ROWS, BLOCK), tl.float64)
+    first = tl.zeros((ROWS, BLOCK), tl.float64)
+    second = tl.zeros((ROWS, BLOCK), tl.float64)
+    third = tl.zeros((ROWS, BLOCK), tl.float64)
+    for start in tl.range(0, d, BLOCK, loop_unroll_factor=AT_ONCE):
+        # a warp whose threads take two numbers each has x as it has the units, which it can load in twos alone: else
+        # they would change hands, through shared memory
+        column = tl.max_contiguous(start + tl.arange(0, BLOCK), 2)
         there = column < d
         v = tl.load(x_at + at + column[None, :], mask=inside[:, None] & there[None, :], other=0.0).to(tl.float64)
-        squares += _folded(v * v, ROWS, LANES, EACH)
-        unit = tl.load(units_at + column, mask=there, other=0.0)
-        first += _folded(v * unit[None, :], ROWS, LANES, EACH)
+        squares += v * v
+        first += v
         unit = tl.load(units_at + d + column, mask=there, other=0.0)
-        second += _folded(v * unit[None, :], ROWS, LANES, EACH)
+        second += v * unit[None, :]
         unit = tl.load(units_at + 2 * d + column, mask=there, other=0.0)
-        third += _folded(v * unit[None, :], ROWS, LANES, EACH)
-    along = tl.sum(first, axis=1)
+        third += v * unit[None, :]
+    along = tl.sum(first, axis=1) * tl.load(units_at)  # the first unit vector is that number everywhere
     length = tl.sqrt(tl.sum(squares, axis=1))
     tl.store(out_at + row, length, mask=inside)
     tl.store(out_at + plane + row, along, mask=inside)
@@ -61,21 +56,21 @@ def _project(
     tl.store(out_at + 3 * plane + row, tl.sum(third, axis=1), mask=inside)
     if CENTERED:  # the rows are in the cache still; the difference of squares would be rounding where little is left
         mean = along / tl.sqrt(tl.full((ROWS,), 0.0, tl.float64) + d)
-        left = tl.zeros((ROWS, LANES), tl.float64)
-        for start in range(0, d, BLOCK):
+        left = tl.zeros((ROWS, BLOCK), tl.float64)
+        for start in tl.range(0, d, BLOCK, loop_unroll_factor=AT_ONCE):
             column = start + tl.arange(0, BLOCK)
             there = inside[:, None] & (column < d)[None, :]
             v = tl.load(x_at + at + column[None, :], mask=there, other=0.0).to(tl.float64)
             v = tl.where(there, v - mean[:, None], 0.0)
-            left += _folded(v * v, ROWS, LANES, EACH)
+            left += v * v
         rest = tl.sqrt(tl.sum(left, axis=1))
         tl.store(out_at + 4 * plane + row, tl.where(rest <= nothing * length, 0.0, rest), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "plane"])
 @no_type_check
 def _gather(
-    x_at, index_at, scalars_at, out_at, rows, d, stride, plane, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    x_at, index_at, scalars_at, out_at, rows, plane, d, stride, CENTERED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -97,32 +92,33 @@ def _gather(
         tl.store(out_at + at, unit.to(tl.float32), mask=inside[:, None] & there)
 
 
+PROJECT, GATHER = Launcher(_project), Launcher(_gather)
+
+
 def project(x: Tensor, units: Tensor, centered: bool, out: Tensor, nothing: float) -> None:
-    """Fill out [quantities, vectors] for x [vectors, d] with adjacent elements; float64 contiguous units.
+    """Fill out [quantities, vectors] for x [vectors, d] with adjacent elements; float64 contiguous units, û first.
 
     Less than a share of `nothing` of a vector's norm is no norm without the mean.
     """
     rows, d = x.shape
-    if not rows:
-        return
-    _project[(triton.cdiv(rows, ROWS),)](
-        x, units, out, rows, d, x.stride(0), out.stride(0), nothing, CENTERED=centered, ROWS=ROWS, BLOCK=BLOCK,
-        EACH=EACH,
-    )  # fmt: skip
+    if rows:
+        counts, numbers = (rows, out.stride(0)), (d, x.stride(0), nothing)
+        PROJECT(-(-rows // ROWS), (x, units, out), counts, numbers, (centered, ROWS, BLOCK, AT_ONCE), 1)
 
 
 def gather(x: Tensor, index: Tensor, scalars: Tensor, centered: bool, out: Tensor) -> None:
     """Fill the contiguous out [n, d] in float32 with the unit vectors of those rows of x [vectors, d]."""
     rows, d = out.shape
-    if not rows:
-        return
-    _gather[(triton.cdiv(rows, FEW),)](
-        x, index, scalars, out, rows, d, x.stride(0), scalars.stride(0), CENTERED=centered, ROWS=FEW, BLOCK=BLOCK
-    )
+    if rows:
+        counts, numbers = (rows, scalars.stride(0)), (d, x.stride(0))
+        GATHER(-(-rows // FEW), (x, index, scalars, out), counts, numbers, (centered, FEW, WIDE))
 
 
 def launch_smallest(device: torch.device) -> None:
-    """Fail where no kernel can be built."""
+    """Fail where no kernel can be built, or what was built gives something else when it is launched again."""
     rows, units, out = (torch.ones(shape, dtype=torch.float64, device=device) for shape in ((1, 16), (3, 16), (4, 1)))
-    project(rows, units, False, out, 0.0)
-    gather(rows, torch.zeros(1, dtype=torch.int64, device=device), out, False, rows.float())
+    for _ in range(2):
+        project(rows, units, False, out.fill_(1.0), 0.0)
+        gather(rows, torch.zeros(1, dtype=torch.int64, device=device), out, False, unit := rows.float())
+        if not (bool((out[0] == 4.0).all()) and bool((unit == 0.25).all())):
+            raise RuntimeError("projections came out wrong")
