@@ -1,6 +1,4 @@
-"""The kernels in Triton: if they can be built where they are wanted, which it may not do though it is installed; and
-their launches.
-"""
+"""The kernels in Triton: whether they can be built where they are wanted, and how they are launched."""
 
 from __future__ import annotations
 
@@ -61,8 +59,8 @@ class Launcher:
         self._built: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, programs: int, tensors: Sequence[Tensor | None], counts: tuple[int, ...], numbers: tuple[int | float, ...],
-        constants: tuple[Any, ...], num_warps: int = 4,
+        self, programs: int, tensors: Sequence[Tensor | None], counts: tuple[int, ...],
+        numbers: tuple[int | float, ...], constants: tuple[Any, ...], num_warps: int = 4,
     ) -> None:  # fmt: skip
         """Launch so many programs."""
         x = tensors[0]
