@@ -291,7 +291,7 @@ def test_the_kernels_of_large_inputs_are_compared_on_small_ones(converted, monke
     paid, add_norm = [], norm_ops.add_norm_
 
     def noted(residual, x, weight, bias, eps, offset, kind, over):
-        paid.append(norm_ops._pays(residual, weight, offset, kind))
+        paid.append(norm_ops._pays(residual, weight, bias, offset, kind))
         return add_norm(residual, x, weight, bias, eps, offset, kind, over)
 
     monkeypatch.setattr(norm_ops, "add_norm_", noted)
@@ -299,16 +299,21 @@ def test_the_kernels_of_large_inputs_are_compared_on_small_ones(converted, monke
     assert set(paid) == {True}
 
 
-@torch.no_grad()
-def test_small_inputs_are_torchs_where_that_has_a_kernel():
-    """A launch from Python costs more than one of torch's; where gamma is of another dtype, or has an offset, it makes
-    seven.
+def test_small_inputs_are_torchs_where_that_has_one_kernel():
+    """A launch from Python costs more than one of torch's. A beta makes two, and where gamma is of another dtype, or
+    has an offset, there are seven. Gradients pay later, and never in rows that no registers hold.
     """
-    small, large, gamma = torch.ones(2, 8), torch.empty(1).expand(1 << 11, 1 << 10), torch.ones(8)
-    for x, weight, offset, kind, pays in (
-        (small, gamma, 0.0, "rmsnorm", False), (small, None, 0.0, "rmsnorm", False),
-        (small, gamma, 0.0, "layernorm", False), (small, gamma, 1.0, "rmsnorm", True),
-        (small, gamma.bfloat16(), 0.0, "rmsnorm", True), (small, gamma, 0.0, "crmsnorm", True),
-        (large, gamma, 0.0, "rmsnorm", True),
+    small, gamma = torch.ones(2, 8), torch.ones(8)
+    large, huge, wide = (
+        torch.empty(1).expand(*shape) for shape in ((1 << 11, 1 << 10), (1 << 15, 1 << 10), (2048, 16384))
+    )
+    for x, weight, bias, offset, kind, pays, trained in (
+        (small, gamma, None, 0.0, "rmsnorm", False, False), (small, None, None, 0.0, "rmsnorm", False, False),
+        (small, gamma, gamma, 0.0, "layernorm", False, False), (small, gamma, gamma, 0.0, "rmsnorm", True, False),
+        (small, gamma, None, 1.0, "rmsnorm", True, True), (small, gamma.bfloat16(), None, 0.0, "rmsnorm", True, True),
+        (small, gamma, None, 0.0, "crmsnorm", True, True), (large, gamma, None, 0.0, "rmsnorm", True, False),
+        (huge, gamma, None, 0.0, "rmsnorm", True, True), (wide, gamma, None, 0.0, "rmsnorm", True, False),
     ):  # fmt: skip
-        assert norm_ops._pays(x, weight, offset, kind) is pays
+        for grad, expected in ((False, pays), (True, trained)):
+            with torch.set_grad_enabled(grad):
+                assert norm_ops._pays(x, weight, bias, offset, kind) is expected, (x.shape, offset, kind, grad)

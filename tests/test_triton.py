@@ -150,6 +150,23 @@ def test_chosen_rows_become_the_unit_vectors_that_float64_gives(dtype, centered,
     kernels.on_cuda().gather(x, index[:0], scalars, centered, found[:0])
 
 
+@pytest.mark.parametrize("trained", [1, 1 << 25], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_a_norm_trains_as_in_float64_whichever_way_pays(dtype, trained, monkeypatch):
+    monkeypatch.setattr(norm_ops, "TRAINED", trained)
+    norm, exact = (RMSNorm(768, 1e-5, bias=True, dtype=t, device=DEVICE) for t in (dtype, torch.float64))
+    x, dz = drawn((3, 5, 768), dtype, 10).requires_grad_(), drawn((3, 5, 768), dtype, 11)
+    for parameter, other in zip(norm.parameters(), exact.parameters(), strict=True):
+        parameter.data.copy_(drawn(768, dtype, 12))
+        other.data.copy_(parameter.data)
+    wide = x.detach().double().requires_grad_()
+    exact(wide).backward(dz.double())
+    norm(x).backward(dz)
+    close(x.grad, wide.grad, dtype)
+    for parameter, other in zip(norm.parameters(), exact.parameters(), strict=True):
+        close(parameter.grad, other.grad, dtype)
+
+
 @torch.no_grad()
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

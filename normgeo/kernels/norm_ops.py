@@ -177,17 +177,17 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda(x.device) is not None
 
 
-def _pays(x: Tensor, weight: Tensor | None, offset: float, kind: str) -> bool:
-    """Whether a launch from Python costs less than it saves: in torch norms that it has no kernel for are seven.
+def _pays(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, kind: str) -> bool:
+    """Whether a launch from Python costs less than it saves, by what an H200 was measured to take.
 
-    Those are CRMSNorms, and norms whose gamma is of another dtype or has an offset.
-
-    The same while a graph is recorded as before: kernels cannot be loaded then.
+    In torch norms that it has no kernel for are seven: CRMSNorms, and norms whose gamma is of another dtype or has an
+    offset. RMSNorm's beta is a second one. The same while a graph is recorded as before: kernels cannot be loaded then.
     """
-    fused = kind in FUSED and not offset and (weight is None or weight.dtype is x.dtype)
-    if not fused or not is_grad_enabled():
-        return not fused or x.numel() >= LAUNCH or _for_nothing.get()
-    return x.shape[-1] <= WIDE and (x.numel() >= TRAINED or _for_nothing.get())
+    if kind not in FUSED or offset or (weight is not None and weight.dtype is not x.dtype):
+        return True
+    if is_grad_enabled():
+        return x.shape[-1] <= WIDE and (x.numel() >= TRAINED or _for_nothing.get())
+    return x.numel() >= LAUNCH or (bias is not None and kind != "layernorm") or _for_nothing.get()
 
 
 @contextmanager
@@ -245,7 +245,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offs
         return None
     if x.is_cpu and not is_grad_enabled():
         return (_loaded or _on_cpu(x)).norm(x, weight, bias, eps, offset, KINDS[kind])
-    if x.is_cuda and not _pays(x, weight, offset, kind):  # looked at first: what is small has no time for the rest
+    if x.is_cuda and not _pays(x, weight, bias, offset, kind):  # first: what is small has no time for the rest
         return None
     if not takes(x) or not _suit(x, weight, bias) or (is_grad_enabled() and not _may_be_kept(x, weight)):
         return None
