@@ -17,7 +17,7 @@ from normgeo import figures
 from normgeo.bench.norms import norm_summary
 
 SHOWN = {
-    "rms_norm": "F.rms_norm", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",
+    "rms_norm": "F.rms_norm, beta added", "LayerNorm kernel": "LayerNorm, our kernel", "RMSNorm": "RMSNorm",
     "CRMSNorm padded": "CRMSNorm, padded", "add + RMSNorm": "residual add + RMSNorm (over add + LayerNorm)",
     "copy": "a copy of its input",
 }  # fmt: skip
