@@ -8,6 +8,7 @@ from test_convert import PRE_LN, SINGLE_INSIDE, Scale, worst_error
 from zoo import fresh, tiny
 
 from normgeo import convert, decompress
+from normgeo.conversion import compression
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -57,6 +58,26 @@ def test_gamma_and_beta_fold_into_the_readers(name):
     assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < rounding(name)
     left = [n for n, m in conversion.model.named_modules() if isinstance(m, RMSNorm) and m.weight is not None]
     assert left == (["transformer.word_embeddings_layernorm"] if name == "bloom" else [])
+
+
+@pytest.mark.parametrize("at_once", [1, 100])
+@pytest.mark.parametrize("kept", [set(), {0}, {2, 3}, {4}, {0, 1, 2, 3, 4}], ids=str)
+def test_norms_are_folded_together_and_those_that_cannot_be_are_told_apart(kept, at_once, monkeypatch):
+    names = [f"transformer.h.{i}.ln_{j}" for i in (0, 1) for j in (1, 2)] + ["transformer.ln_f"]
+    read, passes, asked = compression._reads_all, [], compression.outputs_of
+    monkeypatch.setattr(compression, "PORTIONS", at_once)
+    monkeypatch.setattr(compression, "outputs_of", lambda *given: (passes.append(1), asked(*given))[1])
+    monkeypatch.setattr(
+        compression, "_reads_all",
+        lambda exact, norms, *given: read(exact, norms, *given) and not {name for name, _ in norms} & stay,
+    )  # fmt: skip
+    stay = {names[i] for i in kept}
+    model, conversion = converted("gpt2", fold_affine=True)
+    assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < 3e-15
+    left = [n for n, m in conversion.model.named_modules() if isinstance(m, RMSNorm) and m.weight is not None]
+    assert left == [name for name in names if name in stay]
+    if not kept:
+        assert len(passes) == (3 if at_once == 1 else 11)
 
 
 def test_a_norm_that_the_user_reads_keeps_its_gain():

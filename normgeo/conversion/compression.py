@@ -10,7 +10,7 @@ keeps gamma and beta and gives all d numbers.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from normgeo.converted import add_bias, rebuild, reshape
 from normgeo.errors import ConversionError
 
 __all__ = ["compress", "expand", "fold"]
+
+PORTIONS = 8  # of a model's parameters, one of which is copied at once
 
 
 def _along(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
@@ -44,18 +46,47 @@ def fold(
         if reader.norm in readers:
             readers[reader.norm].append(reader)
     recipe["biases"], recipe["readers"], recipe["folded"] = [], [], []
-    for name, group in readers.items():
-        if not group or sum(site.name == name for site in gauge.sites) != 1:
-            continue  # nothing known reads it, or it is called more than once
-        undo, biases = _fold_one(exact, name, group)
-        if same(truth, outputs_of(exact, inputs), INVISIBLE) and _reads_all(exact, group, inputs, truth):
-            spec = recipe["norms"][name]
-            recipe["norms"][name] = spec | {"affine": False, "bias": False, "offset": 0.0}
+    once = {name for name in names if sum(site.name == name for site in gauge.sites) == 1}
+    known = [(name, group) for name, group in readers.items() if group and name in once]  # what reads them, is known
+    for some in _portions(exact, known):
+        for name, group, biases in _folded(exact, some, inputs, truth):
+            recipe["norms"][name] = recipe["norms"][name] | {"affine": False, "bias": False, "offset": 0.0}
             recipe["folded"].append(name)
             recipe["biases"] += biases
             recipe["readers"] += [[r.parameter, r.axis] for r in group]
-        else:
-            undo()
+
+
+def _portions(
+    exact: PreTrainedModel, norms: list[tuple[str, list[Reader]]]
+) -> Iterator[list[tuple[str, list[Reader]]]]:
+    """Norms whose readers are together a small part of the model, for they are copied meanwhile."""
+    room, some, size = sum(p.numel() for p in exact.parameters()) // PORTIONS, [], 0
+    for name, group in norms:
+        more = sum(exact.get_parameter(parameter).numel() for parameter, _, _ in group)
+        if some and size + more > room:
+            yield some
+            some, size = [], 0
+        some.append((name, group))
+        size += more
+    yield some
+
+
+def _folded(
+    exact: PreTrainedModel, norms: Sequence[tuple[str, list[Reader]]], inputs: dict[str, Tensor], truth: list[Tensor]
+) -> Iterator[tuple[str, list[Reader], list[str]]]:
+    """Fold what can be: all at once, for a pass a norm takes long, or else each half of them; with who got a bias."""
+    if not norms:
+        return
+    done = [(name, group, *_fold_one(exact, name, group)) for name, group in norms]
+    if same(truth, outputs_of(exact, inputs), INVISIBLE) and _reads_all(exact, norms, inputs, truth):
+        yield from ((name, group, biases) for name, group, _, biases in done)
+        return
+    for _, _, undo, _ in reversed(done):  # two may have one reader
+        undo()
+    if len(norms) > 1:
+        middle = len(norms) // 2
+        yield from _folded(exact, norms[:middle], inputs, truth)
+        yield from _folded(exact, norms[middle:], inputs, truth)
 
 
 def _fold_one(exact: PreTrainedModel, name: str, group: list[Reader]) -> tuple[Any, list[str]]:
@@ -100,19 +131,22 @@ def _bias_of(exact: PreTrainedModel, name: str, like: Tensor, new: list[str]) ->
     return f"{owner}.{bias}" if isinstance(found, Tensor) and found.shape == like.shape else None
 
 
-def _reads_all(exact: PreTrainedModel, group: list[Reader], inputs: dict[str, Tensor], truth: list[Tensor]) -> bool:
-    """Whether nothing else reads the norm: then the readers may forget the component of their input along 1."""
-    parameters = [(exact.get_parameter(p), axis) for p, axis, _ in group]
-    kept = [p.clone() for p, _ in parameters]
-    name = group[0].norm
-    handle = exact.get_submodule(name).register_forward_hook(_last_dropped)
+def _reads_all(
+    exact: PreTrainedModel, norms: Sequence[tuple[str, list[Reader]]], inputs: dict[str, Tensor], truth: list[Tensor]
+) -> bool:
+    """Whether nothing else reads the norms: then the readers may forget the component of their input along 1."""
+    parameters = [(exact.get_parameter(p), axis) for _, group in norms for p, axis, _ in group]
+    handles = [exact.get_submodule(name).register_forward_hook(_last_dropped) for name, _ in norms]
+    kept: list[Tensor] = []
     for parameter, axis in parameters:
+        kept.append(parameter.clone())
         parameter.sub_(parameter.narrow(axis, parameter.shape[axis] - 1, 1).clone())
     try:
         return same(truth, outputs_of(exact, inputs), INVISIBLE)
     finally:
-        handle.remove()
-        for (parameter, _), value in zip(parameters, kept, strict=True):
+        for handle in handles:
+            handle.remove()
+        for (parameter, _), value in zip(reversed(parameters), reversed(kept), strict=True):
             parameter.copy_(value)
 
 
