@@ -192,7 +192,8 @@ def _launch(
     plan = _plan(d)
     given = more is not None, weight is not None, bias is not None, scales is not None
     FORWARD(
-        _ceil(rows, plan.rows), (x, more, weight, bias, out, scales), (rows,), (d, d + (kind == 2), eps, offset),
+        _ceil(rows, plan.rows), (x, more, weight, bias, out, scales), (rows,),
+        (d, d + (kind == 2), float(eps), float(offset)),
         (kind, *given, plan.rows, plan.block, plan.parts), plan.warps,
     )  # fmt: skip
 
@@ -218,7 +219,8 @@ def _gradients(
     dweight, dbias = (torch.empty(**room) if is_wanted else None for is_wanted in wanted)
     if programs:
         BACKWARD(
-            programs, (x, weight, scales, dz, dx, dweight, dbias), (rows, steps), (d, d + (kind == 2), offset),
+            programs, (x, weight, scales, dz, dx, dweight, dbias), (rows, steps),
+            (d, d + (kind == 2), float(offset)),
             (kind, weight is not None, dweight is not None, dbias is not None, plan.rows, plan.block, plan.stages),
             plan.warps,
         )  # fmt: skip
