@@ -78,7 +78,7 @@ class Called(TorchFunctionMode):
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_is_timed_is_what_its_name_says(backward):
     with torch.inference_mode(not backward):
-        runs = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, backward)
+        runs = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, backward, True)
         for name in ("layer_norm", "rms_norm"):
             with Called() as called:
                 runs[name]()
@@ -147,10 +147,27 @@ def test_a_norm_with_wrong_results_is_refused(cls, name, factor, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backward", [False, True])
-def test_on_cuda(backward):
-    raw = bench_norms(((4, 256, 1024),), backward=backward, device="cuda", rounds=3)
+@pytest.mark.parametrize(("backward", "beta"), [(False, True), (True, False)])
+def test_on_cuda(backward, beta):
+    raw = bench_norms(((4, 256, 1024),), backward=backward, beta=beta, device="cuda", rounds=3)
     assert {"LayerNorm kernel", "RMSNorm" if backward else "add + RMSNorm"} <= set(raw.norm)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_without_a_beta_nothing_is_added_to_a_norm(backward):
+    plain = {}
+    with torch.inference_mode(not backward):
+        for beta in (True, False):
+            run = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, backward, beta)["rms_norm"]
+            with Called() as called:
+                plain[beta] = run()
+            assert ("add" in called.names) is beta
+    if backward:
+        assert (len(plain[True]), len(plain[False])) == (3, 2)
+    else:
+        assert float((plain[True] - plain[False]).std()) > 0.5
+    raw = bench_norms(((2, 3, 16),), dtypes=("float32",), backward=backward, beta=False, rounds=3, seconds=0.1)
+    assert not raw.beta.any()
 
 
 def test_shapes_are_of_models_with_even_widths():
@@ -163,9 +180,10 @@ def run(*arguments):
 
 def test_command(tmp_path):
     out = tmp_path / "raw.parquet"
-    done = run("--shapes", "1x2x16,2x2x8", "--dtype", "float32", "--rounds", "3", "--seconds", "0.5", "--out", out)
+    sizes = "--shapes", "1x2x16,2x2x8", "--dtype", "float32", "--rounds", "3", "--seconds", "0.5"
+    done = run(*sizes, "--no-beta", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "1x2x16, float32; 3 rounds" in done.output
+    assert "1x2x16, float32; 3 rounds, forward, without beta" in done.output
     assert set(pd.read_parquet(out)["shape"]) == {"1x2x16", "2x2x8"}
 
 

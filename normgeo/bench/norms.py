@@ -56,12 +56,13 @@ def bench_norms(
     *,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     backward: bool = False,
+    beta: bool = True,
     device: str = "cpu",
     rounds: int = 100,
     seconds: float = 10.0,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Time every norm of `NORMS` on zero-mean inputs of these shapes, interleaved, with gamma and beta.
+    """Time every norm of `NORMS` on zero-mean inputs of these shapes, interleaved, with gamma.
 
     Before they are timed all norms compute the same input; one that is off by more than rounding is an error. A timing
     is of as many calls in a row as take four milliseconds, on the same input, which is in the cache if it fits; on a
@@ -71,6 +72,7 @@ def bench_norms(
         shapes: [batch, tokens, d], d at least 3.
         dtypes: float32, bfloat16 or float16.
         backward: of every norm that has them the gradients of input, gamma and beta as well.
+        beta: with a beta, as a converted LayerNorm has it, which is an addition more to RMSNorms that have none.
         device: a torch device, or auto.
         rounds: how many timings of each at most.
         seconds: for all the rounds of one shape and dtype; at least three rounds are run.
@@ -103,14 +105,16 @@ def bench_norms(
         for shape in shapes:
             for dtype in dtypes:
                 with _fitting(shape):
-                    runs = _runs(shape, getattr(torch, dtype), where, seed, backward)
+                    runs = _runs(shape, getattr(torch, dtype), where, seed, backward, beta)
                     rows = _timed(runs, where, rounds, seconds, seed)
                 size = math.prod(shape) * getattr(torch, dtype).itemsize
                 frame = pd.DataFrame(rows, columns=["round", "norm", "seconds"])
                 times = {name: BOTH if backward and name not in ("clone", "copy") else NORMS[name] for name in runs}
                 frame["bytes"] = frame.norm.map(times) * size
                 frames.append(
-                    frame.assign(shape=_name(shape), d=shape[-1], dtype=dtype, passes=PASSES[backward], **about)
+                    frame.assign(
+                        shape=_name(shape), d=shape[-1], dtype=dtype, passes=PASSES[backward], beta=beta, **about
+                    )
                 )
     return pd.concat(frames, ignore_index=True)
 
@@ -124,7 +128,7 @@ def _fitting(shape: tuple[int, int, int]) -> AbstractContextManager[None]:
 
 
 def _runs(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int, backward: bool
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seed: int, backward: bool, with_beta: bool
 ) -> dict[str, Callable]:
     """Functions of no arguments that compute what they are named after, each checked against float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -132,8 +136,9 @@ def _runs(
     x, residual = (torch.randn(shape, generator=generator) for _ in range(2))
     x, residual = (v - v[..., :-1].mean(-1, keepdim=True) for v in (x, residual))
     x[..., -1] = residual[..., -1] = 0  # one input for all, padded or not: another would have to come into the caches
-    gamma, beta = (torch.randn(d, generator=generator) for _ in range(2))
-    x, residual, gamma, beta = (v.to(device, dtype) for v in (x, residual, gamma, beta))
+    gamma, shift = (torch.randn(d, generator=generator) for _ in range(2))
+    x, residual, gamma, shift = (v.to(device, dtype) for v in (x, residual, gamma, shift))
+    beta = shift if with_beta else None
     if backward:
         return _with_gradients(x, residual, gamma, beta) | _copies(x)
     runs = _plain(x, gamma, beta) | _fused(x, residual, gamma, beta)
@@ -152,24 +157,35 @@ def _copies(x: Tensor) -> dict[str, Callable]:
     return {"clone": x.clone, "copy": lambda: copied.copy_(x)}
 
 
-def _norm(cls: type, width: int, gamma: Tensor, beta: Tensor, **options: bool) -> torch.nn.Module:
-    norm = cls(width, EPS, bias=True, dtype=gamma.dtype, device=gamma.device, **options).eval().requires_grad_(False)
+def _norm(cls: type, width: int, gamma: Tensor, beta: Tensor | None, **options: bool) -> torch.nn.Module:
+    options |= {"bias": beta is not None}
+    norm = cls(width, EPS, dtype=gamma.dtype, device=gamma.device, **options).eval().requires_grad_(False)
     norm.weight.copy_(gamma[:width])
-    norm.bias.copy_(beta[:width])
+    if beta is not None:
+        norm.bias.copy_(beta[:width])
     return norm
 
 
-def _plain(x: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+def _plus(z: Tensor, beta: Tensor | None) -> Tensor:
+    return z if beta is None else z + beta
+
+
+def _ending_in_zero(beta: Tensor | None) -> Tensor | None:
+    """A beta that keeps zero what is zero."""
+    return None if beta is None else torch.cat([beta[:-1], beta.new_zeros(1)])
+
+
+def _plain(x: Tensor, gamma: Tensor, beta: Tensor | None) -> dict[str, Callable]:
     d = x.shape[-1]
     rms, crms = _norm(RMSNorm, d, gamma, beta), _norm(CRMSNorm, d - 1, gamma, beta)
-    zero = torch.cat([beta[:-1], beta.new_zeros(1)])  # what is zero stays zero
-    crms_padded, short = _norm(CRMSNorm, d, gamma, zero, padded=True), x[..., :-1].contiguous()
+    crms_padded = _norm(CRMSNorm, d, gamma, _ending_in_zero(beta), padded=True)
+    short = x[..., :-1].contiguous()
     torch.compiler.reset()
     compiled = torch.compile(rms, dynamic=False)
     runs: dict[str, Callable] = {
         "layer_norm": lambda: functional.layer_norm(x, (d,), gamma, beta, EPS),
         "layer_norm without affine": lambda: functional.layer_norm(x, (d,), eps=EPS),
-        "rms_norm": lambda: functional.rms_norm(x, (d,), gamma, EPS) + beta,
+        "rms_norm": lambda: _plus(functional.rms_norm(x, (d,), gamma, EPS), beta),
         "RMSNorm": lambda: rms(x),
         "CRMSNorm padded": lambda: crms_padded(x),
         "CRMSNorm d - 1": lambda: crms(short),
@@ -182,7 +198,7 @@ def _plain(x: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
     return runs
 
 
-def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None) -> dict[str, Callable]:
     """The residual addition and the norm of the sum: torch's two operations, and what fuses them."""
     d = x.shape[-1]
 
@@ -201,22 +217,22 @@ def _fused(x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> dict[str
             liger = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
         except ImportError:
             return runs
-        runs["Liger add + RMSNorm"] = lambda: liger.apply(x, residual, gamma, EPS, 0.0, "llama", False)[0] + beta
+        runs["Liger add + RMSNorm"] = lambda: _plus(liger.apply(x, residual, gamma, EPS, 0.0, "llama", False)[0], beta)
     return runs
 
 
-def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor) -> dict[str, Callable]:
+def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor | None) -> dict[str, Callable]:
     """Functions of no arguments that give the gradients of x, gamma and beta, each checked against its own float64."""
     d = x.shape[-1]
 
-    def module(cls: type, width: int, bias: Tensor, **options: bool) -> tuple[Callable, Callable, int, Tensor]:
+    def module(cls: type, width: int, bias: Tensor | None, **options: bool) -> tuple[Any, ...]:
         norm = _norm(cls, width, gamma, bias, **options)
         exact = copy.deepcopy(norm).double()
 
         def of(norm: torch.nn.Module) -> Callable:
             parameters = norm._parameters
 
-            def applied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            def applied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 parameters["weight"], parameters["bias"] = weight, bias  # pyright: ignore
                 return norm(x)
 
@@ -224,37 +240,38 @@ def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor) -> dict[
 
         return of(norm), of(exact), width, bias
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.layer_norm(x, (d,), weight, bias, EPS)
 
-    def rms_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.rms_norm(x, (d,), weight, EPS) + bias
+    def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _plus(functional.rms_norm(x, (d,), weight, EPS), bias)
 
-    def kernel(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return norm_ops.norm(x, weight, bias, EPS, 0.0, "layernorm")
 
-    zero = torch.cat([beta[:-1], beta.new_zeros(1)])
     norms = {
         "layer_norm": (layer_norm, layer_norm, d, beta),
         "rms_norm": (rms_norm, rms_norm, d, beta),
         "RMSNorm": module(RMSNorm, d, beta),
-        "CRMSNorm padded": module(CRMSNorm, d, zero, padded=True),
+        "CRMSNorm padded": module(CRMSNorm, d, _ending_in_zero(beta), padded=True),
         "CRMSNorm d - 1": module(CRMSNorm, d - 1, beta),
     }
     torch.compiler.reset()
     compiled = torch.compile(rms_norm, dynamic=False)
     with suppress(ModelError), compiler_explained("RMSNorm"):
-        compiled(x.clone().requires_grad_(), gamma, beta)
+        compiled(x.clone().requires_grad_(), *(v for v in (gamma, beta) if v is not None))
         norms["RMSNorm compiled"] = compiled, rms_norm, d, beta
     if norm_ops.takes(x):
         norms["LayerNorm kernel"] = kernel, layer_norm, d, beta
     if x.device.type == "cuda":
         with suppress(ImportError):
             liger = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-            norms["Liger RMSNorm"] = lambda x, w, b: liger.apply(x, w, EPS, 0.0, "llama", False) + b, rms_norm, d, beta
+            norms["Liger RMSNorm"] = (
+                lambda x, w, b=None: _plus(liger.apply(x, w, EPS, 0.0, "llama", False), b), rms_norm, d, beta
+            )  # fmt: skip
     runs = {}
     for name, (function, exact, width, bias) in norms.items():
-        given = [v[..., :width].clone().requires_grad_() for v in (x, gamma, bias)]
+        given = [v[..., :width].clone().requires_grad_() for v in (x, gamma, bias) if v is not None]
         of = dz[..., :width].contiguous()
         runs[name] = functools.partial(_gradients, function, given, of)
         _check_gradients(name, runs[name], lambda: _gradients(exact, [v.double() for v in given], of.double()))  # noqa: B023
@@ -274,13 +291,14 @@ def _check_gradients(name: str, run: Callable, exact: Callable) -> None:
             )
 
 
-def _check(runs: dict[str, Callable], x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor) -> None:
+def _check(runs: dict[str, Callable], x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None) -> None:
     """Compare one call of each with float64; where rounding leaves a mean, RMSNorm differs by less than it allows."""
     d = x.shape[-1]
-    exact = [v.double() for v in (x, residual, gamma, beta)]
-    affine = functional.layer_norm(exact[0], (d,), exact[2], exact[3], EPS)
-    added = functional.layer_norm(exact[0] + exact[1], (d,), exact[2], exact[3], EPS)
-    plain = functional.layer_norm(exact[0], (d,), eps=EPS)
+    wide, more, weight = (v.double() for v in (x, residual, gamma))
+    bias = None if beta is None else beta.double()
+    affine = functional.layer_norm(wide, (d,), weight, bias, EPS)
+    added = functional.layer_norm(wide + more, (d,), weight, bias, EPS)
+    plain = functional.layer_norm(wide, (d,), eps=EPS)
     for name, run in runs.items():
         truth = added if NORMS[name] == 4 else plain if "without" in name else affine
         width = d - 1 if "CRMSNorm" in name else d

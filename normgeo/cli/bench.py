@@ -97,6 +97,7 @@ def bench_norms(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of float32, bfloat16 and float16.")] = "float32,bfloat16",
     backward: Annotated[bool, typer.Option("--backward", help="With the gradients of input, gamma, beta.")] = False,
+    beta: Annotated[bool, typer.Option(help="Of norms with a beta, as converted ones, or without.")] = True,
     rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
@@ -110,8 +111,8 @@ def bench_norms(
     check_file(out)
     wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in _words(shapes, "--shapes")]
     raw = norm_bench.bench_norms(
-        wanted, dtypes=_words(dtype, "--dtype"), backward=backward, device=device, rounds=rounds, seconds=seconds,
-        seed=seed,
+        wanted, dtypes=_words(dtype, "--dtype"), backward=backward, beta=beta, device=device, rounds=rounds,
+        seconds=seconds, seed=seed,
     )  # fmt: skip
     _norms(norm_bench.norm_summary(raw))
     write_table(raw, out)
@@ -264,6 +265,7 @@ def _norms(frame: pd.DataFrame) -> None:
                 row["norm"], f"{1e6 * row['seconds']:.1f}", _spread(row, "ratio"), f"{row['gb_per_s']:.1f}",
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
-        about = f"{rows[0]['rounds']} rounds, {rows[0]['passes']}, {rows[0]['device']}, {rows[0]['threads']} threads"
+        passes = rows[0]["passes"] + ("" if rows[0].get("beta", True) else ", without beta")
+        about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, {rows[0]['threads']} threads"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
         console.print(table)
