@@ -385,6 +385,6 @@ def _packed(
 
 def _load_ids(path: Path) -> np.ndarray:
     try:
-        return np.load(path, allow_pickle=False, mmap_mode="r")
+        return np.lib.format.open_memmap(path, mode="r")  # not `load`, which would rather unpickle what is no array
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"cannot read token ids from {path}: {error}") from error
+        raise DataError(f"cannot read token ids from {path}: {error}; give whole numbers as numpy.save does") from error
