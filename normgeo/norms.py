@@ -31,6 +31,7 @@ __all__ = ["CRMSNorm", "LayerNorm", "RMSNorm"]
 
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled  # looked up once
 is_tracing = torch.jit.is_tracing  # pyright: ignore
+HIP = torch.version.hip is not None  # where gradients of torch's kernel were wrong at times
 in_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Means of a vector, over its spread, that are no more than its numbers' rounding leaves."""
@@ -159,7 +160,7 @@ class RMSNorm(_Norm):
         """The same in torch's own arithmetic: by torch's kernel where it has one, on a CPU without gradients alone."""
         if x.dtype not in ROUNDING or is_compiling() or is_tracing() or x.shape[-1:] != (self.d,):
             return super().plain(x)
-        if (x.is_cpu and not self.centered) or (is_grad_enabled() and (not x.is_cuda or _transformed())):
+        if (x.is_cpu and not self.centered) or (is_grad_enabled() and (not x.is_cuda or HIP or _transformed())):
             return super().plain(x)
         weight, bias = self.weight, self.bias
         if weight is None and x.is_cpu:  # without affine parameters torch's takes twice the time in float32

@@ -21,6 +21,7 @@ from normgeo.bench import store as store_bench
 from normgeo.bench import stream as stream_bench
 from normgeo.bench.stream import VARIANTS, bench_stream, peak_memory
 from normgeo.errors import DataError
+from normgeo.examples import example_inputs
 from normgeo.system import memory
 from normgeo.tokens import TokenStream
 
@@ -310,8 +311,11 @@ def test_without_memory_for_more_there_is_the_usual_error(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("packing", "masked"), [(contextlib.nullcontext, True), (inference._unpacked, False)])
-def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(packing, masked, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "without", "masked"),
+    [("gpt2", contextlib.nullcontext, True), ("gpt2", inference._unmasked, False), ("vit", inference._unmasked, False)],
+)
+def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(name, without, masked, monkeypatch):
     """As a stream that records a graph, `is_tracing` says that the device cannot be asked."""
     masks, real = [], functional.scaled_dot_product_attention
 
@@ -321,6 +325,7 @@ def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(packing, ma
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
-    with packing():
-        tiny("gpt2")(torch.arange(12).view(2, 6) + 3, use_cache=False)
+    options = {"use_cache": False} if name == "gpt2" else {}
+    with without():
+        tiny(name)(**example_inputs(tiny(name)), **options)
     assert [mask is not None for mask in masks] == [masked, masked]

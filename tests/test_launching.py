@@ -78,16 +78,32 @@ def test_a_build_is_kept_for_other_tensors_and_counts(kernel):
     [
         {"tensors": (tensor(dtype=torch.bfloat16), None)}, {"tensors": (tensor(offset=1), None)},
         {"tensors": (tensor(), tensor())}, {"tensors": (tensor(place=1), None)}, {"numbers": (16, 1e-6)},
-        {"numbers": (8, 1e-5)}, {"constants": (False, 4)}, {"num_warps": 4}, {"counts": (1 << 31,)},
+        {"numbers": (8, 1e-5)}, {"constants": (False, 4)}, {"num_warps": 4}, {"counts": (1 << 31, 5)},
+        {"counts": (5, 1 << 31)},
     ],
-    ids=["dtype", "alignment", "presence", "device", "width", "eps", "constant", "warps", "64-bit"],
+    ids=["dtype", "alignment", "presence", "device", "width", "eps", "constant", "warps", "64-bit", "64-bit of others"],
 )  # fmt: skip
 def test_what_is_not_alike_is_built_anew(kernel, other):
     launch = Launcher(kernel)
-    given = {"tensors": (tensor(), None), "counts": (5,), "numbers": (8, 1e-6), "constants": (True, 4), "num_warps": 2}
+    given = {
+        "tensors": (tensor(), None),
+        "counts": (5, 5),
+        "numbers": (8, 1e-6),
+        "constants": (True, 4),
+        "num_warps": 2,
+    }
     for options in (given, given | other, given, given | other):
         launch(3, **options)
     assert len(kernel.fresh) == 2
     assert [number for number, *_ in kernel.again] == [1, 2]
     stream = 101 if other.get("tensors", (given["tensors"][0],))[0].place else 100
     assert [stream for *_, stream in kernel.again] == [100, stream]
+
+
+def test_on_other_makes_triton_is_asked_each_time(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "HIP", True)
+    launch = Launcher(kernel)
+    for _ in range(2):
+        launch(3, (tensor(),), (5,), (8,), (True,), 2)
+    assert len(kernel.fresh) == 2
+    assert not kernel.again

@@ -317,3 +317,4 @@ def test_small_inputs_are_torchs_where_that_has_one_kernel():
         for grad, expected in ((False, pays), (True, trained)):
             with torch.set_grad_enabled(grad):
                 assert norm_ops._pays(x, weight, bias, offset, kind) is expected, (x.shape, offset, kind, grad)
+                assert norm_ops._pays(torch.tensor(1.0), None, None, 0.0, "rmsnorm")  # `takes` refuses it, and says so

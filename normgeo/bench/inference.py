@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from normgeo.bench.inference_models import (
     DTYPES,
@@ -94,7 +94,7 @@ class _Pass:
             self.cache = self()["past_key_values"]
             self.inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": self.cache}
         if case.mode == "graph":
-            with norm_ops.launched_always(), _unpacked():  # a graph launches its kernels for nothing
+            with norm_ops.launched_always(), _unmasked():  # a graph launches its kernels for nothing
                 self.call = recorded(self, self.device)
 
     def __call__(self, watch: Callable[..., Any] | None = None) -> Any:
@@ -123,18 +123,30 @@ class _Pass:
     def norm_seconds(self, norms: Sequence[str]) -> float:
         """Of a pass that is given to the device as a whole, after one that was timed."""
         watch = Stopwatch(self.device)
-        with NormTimer(self.model, norms, watch), _unpacked():
+        with NormTimer(self.model, norms, watch), _unmasked():
             occupy(self.device, min(4 * self.given_in, AHEAD))  # here giving takes longer
             self()
         return watch.seconds()
 
 
-def _unpacked() -> contextlib.AbstractContextManager[Any]:
-    """While inside, models do not ask the device whether several texts are packed into a row, which waits for it.
+@contextlib.contextmanager
+def _unmasked() -> Iterator[None]:
+    """While inside, models make no mask that masks nothing, and need not ask the device whether they should.
 
-    While a graph is recorded they cannot ask, and would read masks that they do without otherwise.
+    Whether several texts are packed into a row they ask it, and wait. While a graph is recorded they cannot, and some
+    versions of transformers make a mask then, with which torch has no fast attention in half precision.
     """
-    return patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
+    masks: Any = masking_utils
+    asked = masks.is_tracing
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return tensor is not None and asked(tensor)
+
+    with (
+        patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None),
+        patch.object(masks, "is_tracing", is_tracing),
+    ):
+        yield
 
 
 def _plainly(call: Callable[..., Any], **inputs: Any) -> Any:

@@ -25,7 +25,7 @@ from normgeo.errors import ConversionError
 
 __all__ = ["compress", "expand", "fold"]
 
-PORTIONS = 8  # of a model's parameters, one of which is copied at once
+PORTIONS = 8  # of a model's parameters, one of which is folded at once, and copied twice meanwhile
 
 
 def _along(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
@@ -81,8 +81,8 @@ def _folded(
     if same(truth, outputs_of(exact, inputs), INVISIBLE) and _reads_all(exact, norms, inputs, truth):
         yield from ((name, group, biases) for name, group, _, biases in done)
         return
-    for _, _, undo, _ in reversed(done):  # two may have one reader
-        undo()
+    while done:  # from the last, for two may have one reader; and what was copied is let go
+        done.pop()[2]()
     if len(norms) > 1:
         middle = len(norms) // 2
         yield from _folded(exact, norms[:middle], inputs, truth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 __all__ = ["Launcher", "found"]
 
+HIP = torch.version.hip is not None
 _tried: dict[str, Any] = {}
 
 
@@ -46,12 +48,13 @@ def found(module: str, device: torch.device | None = None) -> Any:
 class Launcher:
     """Launches a kernel of Triton's on the first tensor's device, or in Triton's interpreter.
 
-    Triton finds out for each launch which of its builds suits the arguments, which takes three times as long as the
-    rest of it. Here the build is kept for arguments that are alike: in dtypes, alignment, numbers and constants.
+    Triton finds out for each launch which of its builds suits the arguments, which takes as long as all the rest. Here
+    the build is kept for arguments that are alike: in dtypes, alignment, numbers and constants. On AMD's GPUs Triton
+    looks at more, and is asked each time.
 
     Args:
         kernel: its parameters are tensors, counts, numbers and constants, in this order; it is not specialized on
-            counts.
+            counts. A number is an int or a float always.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -65,15 +68,16 @@ class Launcher:
         """Launch so many programs."""
         x = tensors[0]
         assert x is not None
-        if not x.is_cuda:
-            self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
+        if not x.is_cuda or HIP:
+            with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+                self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
             return
         if (here := x.get_device()) != torch._C._cuda_getDevice():
             with torch.cuda.device(here):
                 self(programs, tensors, counts, numbers, constants, num_warps)
             return
         alike = [None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
-        key = here, max(counts) >> 31, num_warps, numbers, constants, *alike
+        key = here, *(count >> 31 for count in counts), num_warps, numbers, constants, *alike
         built = self._built.get(key)
         if built is None:
             launched = self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)

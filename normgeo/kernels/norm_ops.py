@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 
 from normgeo.kernels import differentiable, launching, norm_gradients
 from normgeo.kernels.compiling import compiled, failed
-from normgeo.kernels.plain import PLAIN, is_compiling, is_plain
+from normgeo.kernels.plain import PLAIN, is_compiling, is_plain, modes, tracing
 
 __all__ = ["KINDS", "Operators", "add_norm_", "by_operators", "launched_always", "loaded", "norm", "takes"]
 
@@ -184,6 +184,8 @@ def _pays(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, 
     offset. RMSNorm's beta is a second one. The same while a graph is recorded as before: kernels cannot be loaded then.
     """
     if kind not in FUSED or offset or (weight is not None and weight.dtype is not x.dtype):
+        return True
+    if not x.dim() or tracing() or modes():  # what is no plain tensor is not asked for its size
         return True
     if is_grad_enabled():
         return x.shape[-1] <= WIDE and (x.numel() >= TRAINED or _for_nothing.get())

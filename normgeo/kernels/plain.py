@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["DTYPES", "PLAIN", "is_compiling", "is_plain"]
+__all__ = ["DTYPES", "PLAIN", "is_compiling", "is_plain", "modes", "tracing"]
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PLAIN = frozenset({Tensor, nn.Parameter})  # whose memory is theirs; in subclasses it may be anywhere
