@@ -121,9 +121,10 @@ def test_benchmarks(called, monkeypatch):
         assert given == ((None, "m"), timing | about | {"phases": phases, "modes": found})
     assert built == ["cpu", *[(("m",), {"device": "cpu", "seed": 7})] * 2]
     more = words(timing | {"shapes": "1x2x9,3x4x16", "dtype": "float16", "device": "cpu"})
-    for flags in (("--backward",), ()):
+    for flags in (("--backward",), ("--no-beta",), ()):
         given = called(norm_bench, "bench_norms", "bench", "norms", *more, *flags)
-        about = {"dtypes": ["float16"], "backward": bool(flags), "device": "cpu"}
+        about = {"dtypes": ["float16"], "backward": "--backward" in flags, "beta": "--no-beta" not in flags}
+        about["device"] = "cpu"
         assert given == (([(1, 2, 9), (3, 4, 16)],), timing | about)
     options = {"data": "ids.npy", "context": 9, "batch": 3, "tokens": 70, "dtype": "float64", "rounds": 2}
     given = called(store_bench, "bench_store", "bench", "store", "m", *words(options, "--folder", "f"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 __all__ = ["Launcher", "found"]
 
 HIP = torch.version.hip is not None
+ALIGNED = 16  # bytes, at multiples of which Triton wants tensors to begin
 _tried: dict[str, Any] = {}
 
 
@@ -49,8 +49,8 @@ class Launcher:
     """Launches a kernel of Triton's on the first tensor's device, or in Triton's interpreter.
 
     Triton finds out for each launch which of its builds suits the arguments, which takes as long as all the rest. Here
-    the build is kept for arguments that are alike: in dtypes, alignment, numbers and constants. On AMD's GPUs Triton
-    looks at more, and is asked each time.
+    the build is kept for arguments that are alike: in dtypes, numbers and constants. Triton is asked each time about
+    what is rare, tensors that begin at odd places and counts of 64 bits, and on AMD's GPUs, where it looks at more.
 
     Args:
         kernel: its parameters are tensors, counts, numbers and constants, in this order; it is not specialized on
@@ -68,20 +68,29 @@ class Launcher:
         """Launch so many programs."""
         x = tensors[0]
         assert x is not None
-        if not x.is_cuda or HIP:
-            with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-                self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
+        if not x.is_cuda:
+            self._ask(programs, tensors, counts, numbers, constants, num_warps)
             return
         if (here := x.get_device()) != torch._C._cuda_getDevice():
             with torch.cuda.device(here):
                 self(programs, tensors, counts, numbers, constants, num_warps)
             return
-        alike = [None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
-        key = here, *(count >> 31 for count in counts), num_warps, numbers, constants, *alike
-        built = self._built.get(key)
-        if built is None:
-            launched = self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)
-            self._built[key] = launched
+        addresses = 0
+        for t in tensors:
+            if t is not None:
+                addresses |= t.data_ptr()
+        if addresses % ALIGNED or max(counts) >> 31 or HIP:
+            self._ask(programs, tensors, counts, numbers, constants, num_warps)
+            return
+        key = here, num_warps, numbers, constants, *[None if t is None else t.dtype for t in tensors]
+        if (built := self._built.get(key)) is None:
+            self._built[key] = self._ask(programs, tensors, counts, numbers, constants, num_warps)
             return
         stream = torch._C._cuda_getCurrentRawStream(here)
         built[programs, 1, 1](*tensors, *counts, *numbers, *constants, stream=stream)
+
+    def _ask(
+        self, programs: int, tensors: Sequence[Tensor | None], counts: tuple[int, ...],
+        numbers: tuple[int | float, ...], constants: tuple[Any, ...], num_warps: int,
+    ) -> Any:  # fmt: skip
+        return self._kernel[(programs,)](*tensors, *counts, *numbers, *constants, num_warps=num_warps)

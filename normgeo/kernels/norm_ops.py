@@ -204,11 +204,11 @@ def launched_always() -> Iterator[None]:
 
 def _suit(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether gamma and beta are what a kernel reads: d numbers of one dtype, the input's or float32, where x is."""
-    dtype = None
+    d, device, dtype = x.shape[-1], x.device, None
     for p in (weight, bias):  # written out: it is asked for every norm
         if p is None:
             continue
-        if type(p) not in PLAIN or not p.is_contiguous() or p.shape != x.shape[-1:] or p.device != x.device:
+        if type(p) not in PLAIN or p.dim() != 1 or p.shape[0] != d or not p.is_contiguous() or p.device != device:
             return False
         if (p.dtype is not x.dtype and p.dtype is not torch.float32) or (dtype is not None and p.dtype is not dtype):
             return False
