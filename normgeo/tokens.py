@@ -387,4 +387,5 @@ def _load_ids(path: Path) -> np.ndarray:
     try:
         return np.lib.format.open_memmap(path, mode="r")  # not `load`, which would rather unpickle what is no array
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"cannot read token ids from {path}: {error}; give whole numbers as numpy.save does") from error
+        advice = "" if isinstance(error, OSError) else "; give whole numbers as numpy.save does"
+        raise DataError(f"cannot read token ids from {path}: {error}{advice}") from error

@@ -367,6 +367,10 @@ def test_damaged_npy_files_are_refused(tmp_path, content):
     refused(tmp_path / "ids.npy", None, r"cannot read token ids from .*ids\.npy: (?!.*pickle).*; give whole numbers")
 
 
+def test_a_missing_npy_file_is_missing(tmp_path):
+    refused(tmp_path / "ids.npy", None, r"No such file or directory: '.*ids\.npy'$")
+
+
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     refused(write(tmp_path, ".txt"), None, "no tokenizer")
     refused("wikipedia", None, "no tokenizer")

@@ -96,7 +96,7 @@ class NullEnsemble:
         if key not in self._rows:
             heads = vectors // self._n_tokens
             rows = (self._chosen[:, None] * heads + torch.arange(heads)).flatten()
-            self._rows[key] = [rows.to(device, non_blocking=device.type == "cuda")]  # else for all that it has to do
+            self._rows[key] = [rows.to(device, non_blocking=device.type == "cuda")]
         return self._rows[key][0]
 
     def take(self, site: int, phase: str, hidden: Float[Tensor, "vectors d"], scalars: Tensor) -> None:

@@ -200,8 +200,8 @@ class AngleStatistics:
         self._accumulate(alike, 1, [length], degrees, sines)
 
     def _keep(self, alike: list[int], phase: str, norm: Tensor, degrees: Tensor) -> None:
-        for site, *kept in zip(alike, norm.unbind(), degrees.unbind(), strict=True):
-            self.scalars[site, phase] = kept[0], kept[1]
+        for site, length, angles in zip(alike, norm.unbind(), degrees.unbind(), strict=True):
+            self.scalars[site, phase] = length, angles
 
     def _alike(self, sites: list[int]) -> tuple[Tensor, Tensor]:
         """Their indices and eps [sites, 1]: the same in every batch, and copying them to a device waits for it."""
@@ -212,8 +212,8 @@ class AngleStatistics:
 
     def _vector_groups(self, vectors: int) -> Tensor:
         if vectors not in self._groups:
-            group, wait = self._group.repeat_interleave(vectors // self._n_tokens), self.home.type != "cuda"
-            self._groups[vectors] = group.to(self.home, non_blocking=not wait)  # else for all that it was given to do
+            group = self._group.repeat_interleave(vectors // self._n_tokens)
+            self._groups[vectors] = group.to(self.home, non_blocking=self.home.type == "cuda")
         return self._groups[vectors]
 
     def _accumulate(
