@@ -61,11 +61,11 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
         raise OSError(f"nothing can be built in {folder} ({error}); XDG_CACHE_HOME names another cache") from error
 
 
-def failed(reason: str) -> None:
-    """Say why norms have no kernels, each reason once, unless it is wanted so."""
+def failed(reason: str, instead: str = "computes norms in torch") -> None:
+    """Say why norms have no kernels and what is done instead, each reason once, unless it is wanted so."""
     if os.environ.get("NORMGEO_KERNELS") != "0" and reason not in _said:
         _said.add(reason)  # before the warning, which may be an error
-        warnings.warn(f"normgeo computes norms in torch, which is slower: {reason}", stacklevel=3)
+        warnings.warn(f"normgeo {instead}, which is slower: {reason}", stacklevel=3)
 
 
 def _whole(folder: Path, name: str) -> Path | None:

@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "found"]
+__all__ = ["Launcher", "begin", "direct", "found", "parts"]
 
 HIP = torch.version.hip is not None
+WARP = 32  # threads
 ALIGNED = 16  # bytes, at multiples of which Triton wants tensors to begin
 _tried: dict[str, Any] = {}
+_direct: Any = None
+
+
+def begin(compiled: Any) -> None:
+    """Have compiled norms (`norms_direct.cpp`) launch kernels themselves, where torch is built for CUDA."""
+    global _direct
+    if torch.version.cuda is None:
+        return
+    try:
+        launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        stream = ctypes.CDLL(
+            str(Path(torch.__file__).parent / "lib/libtorch_cuda.so")
+        ).aoti_torch_get_current_cuda_stream
+    except (OSError, AttributeError):  # no driver, or another torch: they go on being launched from Python
+        return
+    compiled.begin(*(ctypes.cast(f, ctypes.c_void_p).value for f in (launch, stream)), "cuda")
+    _direct = compiled
+
+
+def direct() -> Any:
+    """The compiled norms that launch what Triton has built for them; None where there are none."""
+    return _direct
+
+
+def parts(built: Any) -> tuple[int, int, int, bytes] | None:
+    """What it takes to launch a build; None where it takes more.
+
+    The driver's handle of the kernel, threads, bytes of shared memory, and which of its parameters are arguments.
+    """
+    try:
+        data, source = built.metadata, built.src
+        more = data.num_ctas - 1, data.launch_cooperative_grid, data.launch_pdl, data.global_scratch_size
+        if any(more) or getattr(data, "profile_scratch_size", 0):
+            return None
+        kinds = [source.signature[name] for name in source.fn.arg_names]
+        given = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        if any(kinds[i] not in ("i32", "fp32") and not kinds[i].startswith("*") for i in given):
+            return None
+        return built.function, WARP * data.num_warps, data.shared, bytes(given)
+    except (AttributeError, KeyError):  # of another version of Triton
+        return None
 
 
 def found(module: str, device: torch.device | None = None) -> Any:
@@ -55,10 +99,11 @@ class Launcher:
     Args:
         kernel: its parameters are tensors, counts, numbers and constants, in this order; it is not specialized on
             counts. A number is an int or a float always.
+        kept: is told what is kept: a build, and the tensors, numbers and constants it was built for.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, kept: Callable[..., None] | None = None) -> None:
+        self._kernel, self._kept = kernel, kept
         self._built: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -84,7 +129,9 @@ class Launcher:
             return
         key = here, num_warps, numbers, constants, *[None if t is None else t.dtype for t in tensors]
         if (built := self._built.get(key)) is None:
-            self._built[key] = self._ask(programs, tensors, counts, numbers, constants, num_warps)
+            built = self._built[key] = self._ask(programs, tensors, counts, numbers, constants, num_warps)
+            if self._kept is not None:
+                self._kept(built, tensors, numbers, constants)
             return
         stream = torch._C._cuda_getCurrentRawStream(here)
         built[programs, 1, 1](*tensors, *counts, *numbers, *constants, stream=stream)

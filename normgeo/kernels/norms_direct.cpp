@@ -1,6 +1,7 @@
 // The norms for Python to call with its tensors, without torch's dispatcher: between matrix products, which push the code
-// of that way out of the caches, it takes longer than a norm. What the dispatcher would not take to a CPU's kernel as it
-// is, and what does not suit a kernel, gives None. Modes that override torch's functions in Python do not see the calls.
+// of that way out of the caches, it takes longer than a norm; and on a GPU any way through Python takes longer than torch's
+// own norms. What the dispatcher would not take to the device's kernel as it is, what does not suit a kernel, and what no
+// kernel of Triton's was kept for, gives None. Modes that override torch's functions in Python do not see the calls.
 
 #include <torch/csrc/python_headers.h>
 
@@ -9,10 +10,14 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "norms.h"
+#include <optional>
+
+#include "launches.h"
 
 namespace normgeo {
 
@@ -22,29 +27,46 @@ using c10::DispatchKeySet;
 
 constexpr int64_t LONG = 1 << 18;  // numbers from which on other threads of Python may run meanwhile
 
-// Keys that lead to a CPU's kernel when no gradients are wanted; others trace, transform or watch, or it lies elsewhere.
-constexpr DispatchKeySet PLAIN = DispatchKeySet({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView,
-                                             DispatchKey::BackendSelect}) | c10::autocast_dispatch_keyset;
+// Keys that lead to a device's kernel when no gradients are wanted; others trace, transform or watch, or it lies elsewhere.
+constexpr DispatchKeySet PLAIN =
+    DispatchKeySet({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::CUDA, DispatchKey::AutogradCUDA,
+                    DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect}) | c10::autocast_dispatch_keyset;
+
+Launches launches;
+c10::DeviceType launched = c10::DeviceType::CUDA;  // what kernels are launched on; a test has no such device
 
 class Caller {
 public:
     Caller() : now(c10::impl::tls_local_dispatch_key_set()) {}
 
-    // The tensor of a Python object; null where it is none, or not a plain one.
-    const Tensor* plain(PyObject* given) const {
+    // The tensor of a Python object; null where it is none, not a plain one, or on another device than the first.
+    const Tensor* plain(PyObject* given) {
         if (!THPVariable_CheckExact(given)) return nullptr;
         const Tensor& x = THPVariable_Unpack(given);
-        return PLAIN.has_all(x.key_set() | now.included_) && !x._fw_grad(0).defined() ? &x : nullptr;
+        if (!PLAIN.has_all(x.key_set() | now.included_) || x._fw_grad(0).defined()) return nullptr;
+        if (!device) device = x.device();
+        return x.device() == *device ? &x : nullptr;
     }
 
     // A tensor in a dtype of the kernels, with d numbers along its last dimension.
-    const Tensor* hidden_states(PyObject* given, int* type) const {
+    const Tensor* hidden_states(PyObject* given, int* type) {
         const Tensor* x = plain(given);
         return x && x->dim() && type_of(*x, type) ? x : nullptr;
     }
 
+    // Whether what is given is where kernels are launched.
+    bool launches_here() const { return device->type() == launched; }
+
+    // The build that suits; null where there is none, or another device is the current one.
+    const Build* build(const Call& call, const Types& types) const {
+        const Build* found = launches.find(call, types, index());
+        return found && c10::impl::VirtualGuardImpl(launched).getDevice() == *device ? found : nullptr;
+    }
+
+    int index() const { return device->has_index() ? device->index() : 0; }
+
     // gamma, beta and their dtype; false where they suit no kernel.
-    bool parameters(PyObject* weight, PyObject* bias, int64_t d, int stream, Affine* affine, int* type) const {
+    bool parameters(PyObject* weight, PyObject* bias, int64_t d, int stream, Affine* affine, int* type) {
         const void** places[] = {&affine->weight, &affine->bias};
         PyObject* both[] = {weight, bias};
         int found = -1;
@@ -61,9 +83,6 @@ public:
         return *type == stream || *type == FLOAT;
     }
 
-private:
-    const c10::impl::LocalDispatchKeySet now;
-
     static bool type_of(const Tensor& x, int* type) {
         switch (x.scalar_type()) {
             case at::kFloat: *type = FLOAT; return true;
@@ -72,6 +91,10 @@ private:
             default: return false;
         }
     }
+
+private:
+    const c10::impl::LocalDispatchKeySet now;
+    std::optional<c10::Device> device;
 };
 
 // eps, offset and kind as Python has them; an error is left to be raised.
@@ -91,7 +114,14 @@ void without_the_lock(const Call& call, const Types& types) {
     run<ADD>(call, types, loop);
 }
 
-Tensor made_like(const Tensor& x) { return at::detail::empty_cpu(x.sizes(), x.scalar_type()); }
+bool launch(const Build& build, const Call& call, int device) {
+    pybind11::gil_scoped_release others;  // the driver waits where too many launches are under way
+    return launches(build, call, device);
+}
+
+Tensor made_like(const Tensor& x) {
+    return x.is_cpu() ? at::detail::empty_cpu(x.sizes(), x.scalar_type()) : at::empty(x.sizes(), x.options());
+}
 
 // norm(x, weight, bias, eps, offset, kind)
 PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -99,7 +129,7 @@ PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
     TORCH_CHECK_TYPE(count == 6, "norm takes 6 arguments, not ", count);
     const Numbers numbers(given + 3);
     if (PyErr_Occurred()) return nullptr;
-    const Caller caller;
+    Caller caller;
     Types types;
     Affine affine;
     const Tensor* x = at::GradMode::is_enabled() ? nullptr : caller.hidden_states(given[0], &types.stream);
@@ -109,10 +139,15 @@ PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
     RECORD_FUNCTION("normgeo::norm", {});
     Tensor contiguous;
     if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
-    Tensor out = made_like(*x);
     const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
     void* from = const_cast<void*>(x->const_data_ptr());  // which is only read where nothing is added
-    without_the_lock<false>({from, nullptr, out.data_ptr(), rows, d, affine, numbers.eps, numbers.kind}, types);
+    Call call{from, nullptr, nullptr, rows, d, affine, numbers.eps, numbers.kind};
+    const Build* build = caller.launches_here() ? caller.build(call, types) : nullptr;
+    if (caller.launches_here() && !build) Py_RETURN_NONE;
+    Tensor out = made_like(*x);
+    call.out = out.data_ptr();
+    if (!build) without_the_lock<false>(call, types);
+    else if (!launch(*build, call, caller.index())) Py_RETURN_NONE;
     return THPVariable_Wrap(std::move(out));
     END_HANDLE_TH_ERRORS
 }
@@ -124,7 +159,7 @@ PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const Numbers numbers(given + 4);
     const int over = PyObject_IsTrue(given[7]);
     if (PyErr_Occurred()) return nullptr;
-    const Caller caller;
+    Caller caller;
     Types types;
     Affine affine;
     const Tensor* residual = at::GradMode::is_enabled() ? nullptr : caller.hidden_states(given[0], &types.stream);
@@ -140,14 +175,63 @@ PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
     RECORD_FUNCTION("normgeo::add_norm_", {});
     Tensor contiguous, made;  // where the norm goes, unless it is written over x
     if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
-    residual->unsafeGetTensorImpl()->bump_version();
+    Call call{residual->data_ptr(), x->const_data_ptr(), nullptr, rows, d, affine, numbers.eps, numbers.kind};
+    const Build* build = caller.launches_here() ? caller.build(call, types) : nullptr;
+    if (caller.launches_here() && !build) Py_RETURN_NONE;
     if (!over) made = made_like(*residual);
     else if (contiguous.defined()) made = contiguous;
-    else x->unsafeGetTensorImpl()->bump_version();
-    void* out = (made.defined() ? made : *x).data_ptr();
-    const void* more = x->const_data_ptr();
-    without_the_lock<true>({residual->data_ptr(), more, out, rows, d, affine, numbers.eps, numbers.kind}, types);
+    call.out = (made.defined() ? made : *x).data_ptr();
+    if (!build) without_the_lock<true>(call, types);
+    else if (!launch(*build, call, caller.index())) Py_RETURN_NONE;
+    residual->unsafeGetTensorImpl()->bump_version();
+    if (!made.defined()) x->unsafeGetTensorImpl()->bump_version();
     return made.defined() ? THPVariable_Wrap(std::move(made)) : Py_NewRef(given[1]);
+    END_HANDLE_TH_ERRORS
+}
+
+// begin(launch, stream, device): how kernels are launched on devices of this type; those kept before are forgotten
+PyObject* begin(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 3, "begin takes 3 arguments, not ", count);
+    void *launch = PyLong_AsVoidPtr(given[0]), *stream = PyLong_AsVoidPtr(given[1]);
+    const char* device = PyUnicode_AsUTF8(given[2]);
+    if (PyErr_Occurred()) return nullptr;
+    launches.clear();
+    launches.launch = reinterpret_cast<LaunchKernel>(launch);
+    launches.stream = reinterpret_cast<CurrentStream>(stream);
+    launched = c10::Device(device).type();
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// keep(residual, x, weight, bias, out, eps, offset, kind, kernel, threads, shared, rows, arguments)
+PyObject* keep(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 13, "keep takes 13 arguments, not ", count);
+    const Numbers numbers(given + 5);
+    char* order;
+    Py_ssize_t arguments;
+    if (PyBytes_AsStringAndSize(given[12], &order, &arguments)) return nullptr;
+    Build build{PyLong_AsVoidPtr(given[8]), unsigned(PyLong_AsLong(given[9])), unsigned(PyLong_AsLong(given[10])),
+                PyLong_AsLong(given[11]), {}};
+    for (Py_ssize_t i = 0; i < arguments; i++) build.arguments.push_back(Argument(order[i]));
+    if (PyErr_Occurred()) return nullptr;
+    bool known = build.rows > 0 && arguments <= ARGUMENTS;
+    for (const Argument one : build.arguments) known = known && one >= 0 && one < ARGUMENTS;
+    TORCH_CHECK_VALUE(known, "no kernel of the norms takes these arguments");
+    Caller caller;
+    Types types;
+    Affine affine;
+    const Tensor* residual = caller.hidden_states(given[0], &types.stream);
+    const Tensor* x = residual && given[1] != Py_None ? caller.hidden_states(given[1], &types.added) : residual;
+    if (!x || !caller.launches_here() || !caller.hidden_states(given[4], &types.made)) Py_RETURN_FALSE;
+    if (x == residual) types.added = types.stream;
+    const int64_t d = residual->size(-1);
+    if (!caller.parameters(given[2], given[3], d, types.stream, &affine, &types.parameters)) Py_RETURN_FALSE;
+    affine.offset = numbers.offset;
+    const void* added = x == residual ? nullptr : x->const_data_ptr();
+    launches.keep({nullptr, added, nullptr, 0, d, affine, numbers.eps, numbers.kind}, types, caller.index(), build);
+    Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }
 
@@ -159,6 +243,8 @@ PyMethodDef method(const char* name, F function, const char* text) {
 PyMethodDef methods[] = {
     method("norm", norm, "norm(x, weight, bias, eps, offset, kind)"),
     method("add_norm_", add_norm_, "add_norm_(residual, x, weight, bias, eps, offset, kind, over)"),
+    method("begin", begin, "begin(launch, stream, device)"),
+    method("keep", keep, "keep(residual, x, weight, bias, out, eps, offset, kind, kernel, threads, shared, rows, arguments)"),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "norms_direct", nullptr, -1, methods};
 
