@@ -62,7 +62,7 @@ def test_layouts_hold_their_rows_with_little_room_left_over():
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_rows_are_shared_out_to_few_processors_and_to_many(d, multiprocessors, monkeypatch):
     triton_norms = importlib.import_module("normgeo.kernels.triton_norms")
-    monkeypatch.setattr(triton_norms, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(triton_norms, "multiprocessors", lambda device: multiprocessors)
     x = drawn((3, 70, d), torch.float32)
     z = norm_ops.on_cuda().norm(x.requires_grad_(), None, None, 1e-6, 0.0, norm_ops.KINDS["rmsnorm"])
     z.sum().backward()
@@ -150,6 +150,50 @@ def test_chosen_rows_become_the_unit_vectors_that_float64_gives(dtype, centered,
     kernels.on_cuda().gather(x, index[:0], scalars, centered, found[:0])
 
 
+@pytest.mark.parametrize(("phases", "phase", "vectors"), [(1, 0, 400), (2, 0, 256), (1, 2, 3), (2, 1, 700)])
+def test_angles_are_added_up_to_the_last_bit(phases, phase, vectors):
+    generator = torch.Generator().manual_seed(1)
+    norms = torch.rand((3, phases, vectors), generator=generator) * 10.0 ** torch.randint(
+        -9, 9, (vectors,), generator=generator
+    )
+    sines = torch.rand((3, 3, vectors), generator=generator, dtype=torch.float64) * 2 - 1
+    sines[0, 0, :2], sines[2, 1, 2] = torch.tensor([1.0, -1.0]), torch.nan
+    norms[0, 0, 0], norms[1, 0, 1], norms[1, 0, 2] = 0, torch.inf, torch.nan
+    degrees = (sines.asin().rad2deg() * 2**20).round().mul(2.0**-20).float()
+    group, sites = torch.randint(0, 3, (vectors,), generator=generator, dtype=torch.uint8), torch.tensor([4, 0, 2])
+    found = []
+    for tally, device in ((kernels.angles_on_cuda().tally, DEVICE), (fallback.tally, "cpu")):
+        tensors = [t.to(device) for t in (norms, degrees, sines, group)]
+        counts = torch.zeros((5, 3, 3, fallback.BINS), dtype=torch.int64, device=device)
+        sums = torch.zeros((3, 3, 12 + phases), dtype=torch.float64, device=device)
+        out = fallback.Sums(sums, *(torch.full_like(sums[..., :3], edge) for edge in (torch.inf, -torch.inf)))
+        tally(*tensors, fallback.Histogram(counts, sites.to(device), phase), out)
+        found.append([t.cpu() for t in (*out, counts)])
+    assert all(map(torch.equal, *found))
+    assert found[0][-1].sum() > 0
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 5])
+@pytest.mark.parametrize(("n", "d", "k"), [(0, 8, 5), (1, 7, 64), (150, 100, 70), (65, 576, 256)])
+def test_moments_of_angles_to_an_ensemble_are_those_of_float64(n, d, k, multiprocessors, monkeypatch):
+    angles = kernels.angles_on_cuda()
+    monkeypatch.setattr(angles, "multiprocessors", lambda device: multiprocessors)
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn((n + 9, d), generator=generator) * 10.0 ** torch.randint(-3, 5, (n + 9, 1), generator=generator)
+    x[3], x[4, 0], x[5, 0], x[6] = 0, torch.inf, torch.nan, x[6].sign() * 1e-30
+    x, index = x.bfloat16(), torch.randint(0, n + 9, (n,), generator=generator)
+    index[: min(n, 7)] = torch.arange(min(n, 7))
+    directions = Directions.seeded(d, k, 3)
+    lengths = torch.linalg.vector_norm(x.double(), dim=1)
+    packed = angles.packed(directions.ensemble, torch.device(DEVICE))
+    found = packed.moments(x.to(DEVICE), index.to(DEVICE), lengths.to(DEVICE)).sum(0).cpu()
+    rows = x[index][(lengths > 0)[index] & lengths.isfinite()[index]].double()
+    cosines = (rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)) @ directions.null.T
+    arcs = cosines.asin()
+    expected = torch.stack([arcs.sum(0), arcs.square().sum(0), cosines.square().sum(0)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("trained", [1, 1 << 25], ids=["kernel", "torch"])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_a_norm_trains_as_in_float64_whichever_way_pays(dtype, trained, monkeypatch):
@@ -180,6 +224,6 @@ def test_optimized_models_on_cuda_give_what_they_gave(name, dtype, monkeypatch):
         close(found, expected, dtype)
 
 
-@pytest.mark.parametrize("ops", ["triton_norms", "triton_project"])
+@pytest.mark.parametrize("ops", ["triton_norms", "triton_project", "triton_angles"])
 def test_the_smallest_launch_is_one(ops):
     importlib.import_module(f"normgeo.kernels.{ops}").launch_smallest(torch.device(DEVICE))

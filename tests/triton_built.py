@@ -49,10 +49,19 @@ def only_built(kernel, d):
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Absent())
     with install_import_hook("normgeo", "beartype.beartype"):  # as under test, where every function is wrapped
+        from normgeo.kernels import fallback
+        from normgeo.kernels import triton_angles as angles
         from normgeo.kernels import triton_norms as norms
         from normgeo.kernels import triton_project as projections
     d = [0]
-    for kernel in (norms._forward, norms._backward, projections._project, projections._gather):
+    for kernel in (
+        norms._forward,
+        norms._backward,
+        projections._project,
+        projections._gather,
+        angles._tally,
+        angles._moments,
+    ):
         only_built(kernel, d)
     on = {"device": "meta"}
     for d[0], dtype, kind in [(64, torch.float16, 1), (1000, torch.float32, 2), (4096, torch.bfloat16, 3),
@@ -67,3 +76,12 @@ if __name__ == "__main__":
             scalars, index = torch.empty(5, 5, dtype=torch.float64, **on), torch.empty(4, dtype=torch.int64, **on)
             projections.project(x[0], units, d[0] > 64, scalars, 1e-12)
             projections.gather(x[0], index, scalars, d[0] > 64, torch.empty(4, d[0], **on))
+            if dtype is torch.bfloat16:
+                units, shrink = torch.empty(d[0], 256, dtype=dtype, **on), torch.empty(256, **on)
+                angles.Ensemble(units, shrink, 256, 33).moments(x[0], index, scalars[0])
+            norm, group = torch.empty(2, 1 + (kind == 2), 5, **on), torch.empty(5, dtype=torch.uint8, **on)
+            three = torch.empty(2, 3, 5, dtype=torch.float64, **on)
+            histogram = fallback.Histogram(torch.empty(2, 3, 3, fallback.BINS, dtype=torch.int64, **on), index[:2], 0)
+            sums = torch.empty(2, 3, 13 + (kind == 2), dtype=torch.float64, **on)
+            out = fallback.Sums(sums, torch.empty_like(three), torch.empty_like(three))
+            angles.tally(norm, three.float(), three, group, histogram, out)

@@ -23,7 +23,7 @@ from torch import Tensor
 from normgeo import kernels
 from normgeo.geometry import Directions
 from normgeo.kernels import ENERGY_UNIT, UNIT
-from normgeo.kernels.ensemble import Ensemble, packed
+from normgeo.kernels.ensemble import packed
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
 
@@ -71,7 +71,7 @@ class NullEnsemble:
         self._units = units.to(home)
         self._on: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._chunks: dict[tuple, _Chunk] = {}
-        self._packed: dict[int, Ensemble | None] = {}
+        self._packed: dict[tuple[int, torch.device], Any] = {}
         self._found: list[tuple[tuple[int, str], Tensor]] = []
         self._rows: dict[tuple, Sequence[Tensor]] = {}
         self._at: dict[tuple, Tensor] = {}
@@ -103,12 +103,12 @@ class NullEnsemble:
         """Collect the chosen rows of a site; `scalars` are what `kernels.project` gave for all of them."""
         d, device = hidden.shape[1], hidden.device
         centered = phase == "pre" and self.sites[site].kind == "layernorm"
-        if hidden.dtype is torch.bfloat16 and device.type == "cpu" and not centered:
-            if d not in self._packed:
-                self._packed[d] = packed(self.directions[d].ensemble[: self.k])
-            if (ensemble := self._packed[d]) is not None:
+        if hidden.dtype is torch.bfloat16 and not centered:
+            if (d, device) not in self._packed:
+                self._packed[d, device] = packed(self.directions[d].ensemble[: self.k], device)
+            if (ensemble := self._packed[d, device]) is not None:
                 found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars[0])
-                self._found.append(((site, phase), found))
+                self._found.append(((site, phase), found.to(self.home)))
                 return
         for index in self._pieces(hidden.shape[0], d, device):
             n = len(index)
@@ -139,7 +139,7 @@ class NullEnsemble:
         """Multiply what is still waiting."""
         if self._found:
             sites, found = zip(*self._found, strict=True)
-            self._add(sites, torch.stack(found), [PHASES_OF[phase] for _, phase in sites])
+            self._add(sites, torch.stack(found).sum(1), [PHASES_OF[phase] for _, phase in sites])
             self._found.clear()
         for key in list(self._chunks):
             self._multiply(key)

@@ -18,8 +18,8 @@ from normgeo.kernels import cpu, fallback, launching
 from normgeo.kernels.fallback import BINS, ENERGY_UNIT, UNIT, Histogram, Sums
 
 __all__ = [
-    "BINS", "ENERGY_UNIT", "UNIT", "Histogram", "Status", "Sums", "gather", "moments", "on_cuda", "precise", "project",
-    "status", "tally",
+    "BINS", "ENERGY_UNIT", "UNIT", "Histogram", "Status", "Sums", "angles_on_cuda", "gather", "moments", "on_cuda",
+    "precise", "project", "status", "tally",
 ]  # fmt: skip
 
 NOTHING = 1e-12
@@ -57,6 +57,11 @@ def precise(device: torch.device) -> torch.dtype:
 def on_cuda(device: torch.device | None = None) -> Any:
     """The pass in Triton, or None where there is none; see `launching.found`."""
     return launching.found("normgeo.kernels.triton_project", device)
+
+
+def angles_on_cuda(device: torch.device | None = None) -> Any:
+    """What becomes of projections in Triton, or None where there is none; see `launching.found`."""
+    return launching.found("normgeo.kernels.triton_angles", device)
 
 
 def _compiled(x: Tensor) -> bool:
@@ -148,7 +153,11 @@ def tally(
     sums = torch.zeros((sites, 3, 12 + phases), dtype=torch.float64, device=norms.device)
     out = Sums(sums, torch.full_like(sums[..., :3], torch.inf), torch.full_like(sums[..., :3], -torch.inf))
     if norms.device.type == "cpu" and cpu.loaded().functions is not None:
-        cpu.loaded().tally(norms.contiguous(), degrees.contiguous(), sines.contiguous(), group, histogram, out)
+        tallied = cpu.loaded().tally
+    elif norms.device.type == "cuda" and (triton := angles_on_cuda(norms.device)) is not None:
+        tallied = triton.tally
     else:
         fallback.tally(norms, degrees, sines, group, histogram, out)
+        return out
+    tallied(norms.contiguous(), degrees.contiguous(), sines.contiguous(), group, histogram, out)
     return out

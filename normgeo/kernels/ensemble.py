@@ -1,5 +1,7 @@
 """Moments of the angles between rows of bfloat16 and an ensemble of such vectors, where the processor multiplies those.
 
+On CUDA the kernel is in Triton (`triton_angles`).
+
 Products of two bfloat16 are exact in float32, in which they are added up: as exact as a product in float32.
 """
 
@@ -15,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normgeo.kernels import cpu
+from normgeo.kernels import cpu, launching
 from normgeo.kernels.compiling import function
 
 __all__ = ["Ensemble", "packed"]
@@ -41,8 +43,10 @@ class Ensemble:
 
     def moments(
         self, x: Float[Tensor, "vectors d"], index: Int[Tensor, " n"], lengths: Float[Tensor, " vectors"]
-    ) -> Float[Tensor, "three k"]:
+    ) -> Float[Tensor, "parts three k"]:
         """Sums of arcsin(c), arcsin(c)^2 and c^2, in radians, over rows of x; a row without a length counts as zero.
+
+        Here they are of one part; on CUDA of parts of the rows, to be added up when all sites have theirs.
 
         Args:
             x: bfloat16 on the CPU.
@@ -50,18 +54,21 @@ class Ensemble:
             lengths: of all rows, float64 and contiguous.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty((3, len(self.shrink)), dtype=torch.float64, device="cpu")
+        out = torch.empty((1, 3, len(self.shrink)), dtype=torch.float64, device="cpu")
         loaded()(
             x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
             self.panels.data_ptr(), self.shrink.data_ptr(), len(self.panels), TILES, out.data_ptr(),
             cpu.parallel_for(),
         )  # fmt: skip
-        return out[:, : self.k]
+        return out[..., : self.k]
 
 
-def packed(vectors: Float[Tensor, "k d"]) -> Ensemble | None:
-    """Vectors of bfloat16 for the kernel; None where there is none for this processor."""
-    if loaded() is None:
+def packed(vectors: Float[Tensor, "k d"], device: torch.device) -> Any:
+    """Vectors of bfloat16 for the kernel; None where there is none for this processor, or device."""
+    if device.type == "cuda":
+        triton = launching.found("normgeo.kernels.triton_angles", device)
+        return triton and triton.packed(vectors, device)
+    if device.type != "cpu" or loaded() is None:
         return None
     k, d = vectors.shape
     room = torch.zeros((-(-k // PANEL) * PANEL, -(-d // DEPTH) * DEPTH), dtype=torch.bfloat16, device="cpu")

@@ -6,13 +6,14 @@ import ctypes
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "begin", "direct", "found", "parts"]
+__all__ = ["Launcher", "begin", "direct", "found", "multiprocessors", "parts"]
 
 HIP = torch.version.hip is not None
 WARP = 32  # threads
@@ -35,6 +36,12 @@ def begin(compiled: Any) -> None:
         return
     compiled.begin(*(ctypes.cast(f, ctypes.c_void_p).value for f in (launch, stream)), "cuda")
     _direct = compiled
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; one in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def direct() -> Any:

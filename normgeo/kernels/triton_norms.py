@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from normgeo.kernels import differentiable, launching
-from normgeo.kernels.launching import Launcher
+from normgeo.kernels.launching import Launcher, multiprocessors
 
 __all__ = ["add_norm_", "launch_smallest", "norm"]
 
@@ -225,7 +225,7 @@ def _gradients(
     (rows, d), dx = (_rows(x), x.shape[-1]), torch.empty_like(x)
     plan = _steps(max(1, d), x.element_size(), _shared_memory(x.device))
     blocks = _ceil(rows, plan.rows)
-    steps = max(1, _ceil(blocks, _multiprocessors(x.device) * plan.programs))
+    steps = max(1, _ceil(blocks, multiprocessors(x.device) * plan.programs))
     programs = _ceil(blocks, steps)  # none for no rows, whose sums are zero
     room = {"size": (programs, d), "dtype": torch.float32, "device": x.device}
     dweight, dbias = (torch.empty(**room) if is_wanted else None for is_wanted in wanted)
@@ -253,11 +253,6 @@ def _rows(x: Tensor) -> int:
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
