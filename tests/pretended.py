@@ -189,6 +189,28 @@ def gathered(x, index, scalars, centered, out):
     fallback.gather(x.inside, index.inside, scalars.inside, centered, out.inside)
 
 
+def tallied(norms, degrees, sines, group, histogram, out):
+    from normgeo.kernels import fallback
+
+    assert all(isinstance(t, Pretended) and t.is_contiguous() for t in (norms, degrees, sines, group))
+    inside = fallback.Histogram(histogram.counts.inside, histogram.sites.inside, histogram.phase)
+    fallback.tally(*(t.inside for t in (norms, degrees, sines, group)), inside, fallback.Sums(*(t.inside for t in out)))
+
+
+class Packed:
+    """An ensemble on a device, which gives moments in two parts."""
+
+    def __init__(self, vectors, device):
+        self.units = torch.nn.functional.normalize(vectors.double()).to(device)
+
+    def moments(self, x, index, lengths):
+        assert all(isinstance(t, Pretended) for t in (x, index, lengths, self.units))
+        index = index.inside
+        cosines = x.inside[index].double() @ self.units.inside.T / lengths.inside[index, None]
+        parts = [torch.stack([c.asin().sum(0), c.asin().square().sum(0), c.square().sum(0)]) for c in cosines.chunk(2)]
+        return torch.stack(parts).to(x.device)
+
+
 @contextlib.contextmanager
 def pretended_cuda(monkeypatch):
     """While inside there are two CUDA devices."""
@@ -203,6 +225,7 @@ def pretended_cuda(monkeypatch):
     for name, value in patches.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("normgeo.kernels.on_cuda", lambda *_: SimpleNamespace(project=projected, gather=gathered))
+    monkeypatch.setattr("normgeo.kernels.angles_on_cuda", lambda *_: SimpleNamespace(tally=tallied, packed=Packed))
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normgeo.kernels import cpu, launching
+from normgeo import kernels
+from normgeo.kernels import cpu
 from normgeo.kernels.compiling import function
 
 __all__ = ["Ensemble", "packed"]
@@ -66,7 +67,7 @@ class Ensemble:
 def packed(vectors: Float[Tensor, "k d"], device: torch.device) -> Any:
     """Vectors of bfloat16 for the kernel; None where there is none for this processor, or device."""
     if device.type == "cuda":
-        triton = launching.found("normgeo.kernels.triton_angles", device)
+        triton = kernels.angles_on_cuda(device)
         return triton and triton.packed(vectors, device)
     if device.type != "cpu" or loaded() is None:
         return None
