@@ -49,6 +49,8 @@ def markdown(frame: pd.DataFrame) -> str:
     for title, column in (("Whole forward pass", "ratio"), ("Norms and residual additions inside it", "norm_ratio")):
         means = frame.groupby([*by, "variant"], sort=False)[column].mean().unstack("variant")
         means = means[means.notna().any(axis=1)]
+        if means.empty:
+            continue
         cases = frame[frame.variant == "original"].groupby(by, sort=False).size()
         text += [f"{title}, time over Pre-LN's", ""]
         text += ["| | models | cases | " + " | ".join(LABELS[n] for n in names) + " |"]
@@ -71,29 +73,40 @@ def _words(key: object) -> str:
     return f"{dtype}, {phase}, {mode}; {device}, {threads} threads"
 
 
+MANY = 7
+"""Cases of other than plain forward passes that have a row together, whatever their dtypes."""
+
+
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Fig. 3 and 5: a row for each dtype of plain forward passes, one for decoding and one for what is compiled.
+    """Fig. 3 and 5: a row for each dtype of plain forward passes; of what is decoded, compiled or a graph, one if few.
 
-    Whole passes are on the left, norms and additions on the right.
+    Whole passes are on the left, norms and additions on the right, where they were measured.
     """
-    plain = (frame.phase == "forward") & (frame["mode"] == "eager")
-    row = (
-        frame.dtype.str.removesuffix("-dynamic").where(plain, "all dtypes") + ", " + frame.phase + ", " + frame["mode"]
-    )
-    conditions = list(frame.groupby([row, "device", "threads"], sort=False))
-    figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.7 * len(conditions)), layout="constrained")
-    grid = figure.subplots(len(conditions), 2, squeeze=False)
+    conditions = list(frame.groupby([_rows(frame), "device", "threads"], sort=False))
+    figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.9 * len(conditions)), layout="constrained")
+    grid = figure.add_gridspec(len(conditions), 2)
     names = [name for name in LABELS if name in set(frame.variant)]
-    for axes, (key, part) in zip(grid, conditions, strict=True):
-        for one, prefix in zip(axes, ("", "norm_"), strict=True):
-            _compared(one, part, names, prefix)
-        axes[0].set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
-        axes[0].set_ylabel("time / Pre-LN")
+    for row, (key, part) in enumerate(conditions):
+        inside = bool(part.norm_ratio.notna().any())
+        whole = figure.add_subplot(grid[row, 0] if inside else grid[row, :])
+        _compared(whole, part, names, "")
+        whole.set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
+        whole.set_ylabel("time / Pre-LN")
+        if inside:
+            _compared(figure.add_subplot(grid[row, 1]), part, names, "norm_")
     figures.legend(figure, columns=4)
     devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
     return figure
+
+
+def _rows(frame: pd.DataFrame) -> pd.Series:
+    """Which row of the figure each case is in, by its title."""
+    plain = (frame.phase == "forward") & (frame["mode"] == "eager")
+    cases = frame.groupby(["phase", "mode"])["variant"].transform(lambda names: (names == "original").sum())
+    dtypes = frame.dtype.str.removesuffix("-dynamic").where(plain | (cases > MANY), "all dtypes")
+    return dtypes + ", " + frame.phase + ", " + frame["mode"]
 
 
 def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
@@ -126,6 +139,13 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> 
     room = 0.05 * (top if prefix else top - min(lows))
     axes.set_ylim(0 if prefix else min(lows) - room, top + room)
     shapes, dtypes = cases.duplicated(["dtype", "model"]).any(), cases.dtype.nunique() > 1
-    labels = [f"{m}\n{f'{b} x {n}' if shapes else t if dtypes else ''}" for t, m, b, n in cases.itertuples(index=False)]
-    axes.set_xticks(np.arange(len(cases)), labels, fontsize=6 if len(cases) < 7 else 5.5)
+    labels = []
+    for dtype, model, batch, length in cases.itertuples(index=False):
+        told = [word for word, differs in ((f"{batch} x {length}", shapes), (dtype, dtypes)) if differs]
+        labels.append(f"{model}\n{', '.join(told)}")
+    if len(cases) < MANY:
+        axes.set_xticks(np.arange(len(cases)), labels, fontsize=6)
+    else:
+        in_line = [" ".join(label.split("\n")) for label in labels]
+        axes.set_xticks(np.arange(len(cases)), in_line, fontsize=5.5, rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(visible=False, axis="x")
