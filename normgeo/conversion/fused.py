@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,8 +38,9 @@ class Stream:
 
     Attributes:
         inside: the modules that give hidden states which the mode overwrites.
-        hooks, forwards: their hooks and own forwards, which are looked at in every pass.
+        hooks: their hooks, which are looked at in every pass.
         parts: the children of every module, which are looked at too.
+        were: what the modules were, by these and by the forwards of their own.
         refused: options that ask for what would be wrong.
         running: whether a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
@@ -52,8 +54,8 @@ class Stream:
     def __init__(self, inside: list[nn.Module]) -> None:
         self.inside = inside
         self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.parts: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self.forwards: list[tuple[nn.Module, Any]] = []
+        self.parts: list[dict[str, Any]] = []
+        self.were: tuple[list[Any], ...] | None = None
         self.mode: Literal["watch", "exact", "fast"] = "watch"
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
@@ -70,15 +72,18 @@ class Stream:
 
     def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
-        self.parts = [(m._modules, tuple(m._modules.values())) for m in model.modules() if m._modules]
-        self.forwards = [(m, m.__dict__.get("forward")) for m in self.inside]
+        self.parts = [m._modules for m in model.modules() if m._modules]
+        self.were = self._are()
+
+    def _are(self) -> tuple[list[Any], ...]:
+        """How many children each module has, which, and their own forwards; without a loop in Python."""
+        children = list(chain.from_iterable(map(dict.values, self.parts)))
+        return list(map(len, self.parts)), children, list(map(dict.get, map(vars, self.inside), repeat("forward")))
 
     @property
     def changed(self) -> bool:
         """Whether modules, or their forwards, are others since."""
-        return any(tuple(children.values()) != were for children, were in self.parts) or any(
-            m.__dict__.get("forward") != was for m, was in self.forwards
-        )
+        return self.were is not None and self._are() != self.were
 
 
 def _is(a: Tensor | None, b: Tensor | None) -> bool:
