@@ -198,7 +198,7 @@ def tallied(norms, degrees, sines, group, histogram, out):
 
 
 class Packed:
-    """An ensemble on a device, which gives moments in two parts."""
+    """An ensemble on a device, which gives moments in parts: of one as many as of its kind."""
 
     def __init__(self, vectors, device):
         self.units = torch.nn.functional.normalize(vectors.double()).to(device)
@@ -207,7 +207,10 @@ class Packed:
         assert all(isinstance(t, Pretended) for t in (x, index, lengths, self.units))
         index = index.inside
         cosines = x.inside[index].double() @ self.units.inside.T / lengths.inside[index, None]
-        parts = [torch.stack([c.asin().sum(0), c.asin().square().sum(0), c.square().sum(0)]) for c in cosines.chunk(2)]
+        parts = [
+            torch.stack([c.asin().sum(0), c.asin().square().sum(0), c.square().sum(0)])
+            for c in cosines.tensor_split(2 + (x.device.index or 0))
+        ]
         return torch.stack(parts).to(x.device)
 
 

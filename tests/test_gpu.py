@@ -13,19 +13,22 @@ from stores import config
 from zoo import tiny
 
 from normgeo import HiddenStateStore, convert, find_gauge, find_sites, measure_angles
-from normgeo.angles import job
+from normgeo.angles import ensemble, job
 from normgeo.angles.runs import RunConfig, start_run
 from normgeo.angles.scalars import ScalarStore
+from normgeo.angles.statistics import ENERGY_UNIT, UNIT, AngleStatistics
 from normgeo.bench.store import bench_store
 from normgeo.bench.stream import bench_stream
 from normgeo.comparison.compare import compare
+from normgeo.geometry import Directions
+from normgeo.sites import NormSite
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
 from normgeo.store.rebuild import same_bits, standardized
 from normgeo.store.scan import angles_from_store
 from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
-from normgeo.tokens import TokenStream
+from normgeo.tokens import TokenBatch, TokenStream
 
 pytestmark = pytest.mark.gpu
 real = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")  # for gradients
@@ -47,6 +50,28 @@ def test_angles_on_cuda_are_those_of_the_cpu(name):
     for column in ("mean_deg", "std_deg", "mean_norm", "energy_share", "median_deg"):
         np.testing.assert_allclose(gpu[column], cpu[column], rtol=1e-4, atol=0.02, err_msg=column)
     assert (gpu.n_tokens == cpu.n_tokens).all()
+
+
+def test_bfloat16_meets_the_null_ensemble_on_every_device_as_on_the_cpu(monkeypatch):
+    """Sites of one batch on several devices, which may be of several kinds, and more sites than are kept waiting."""
+    monkeypatch.setattr(ensemble, "FOUND", 3)
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    sites = [NormSite(f"norm{i}", "rmsnorm", "mlp", i, "layers", 16, 1e-6) for i in range(5)]
+    directions = {16: Directions.seeded(16, 40, 0)}
+    rows = torch.randn((5, 60, 16), generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for home, places in (("cpu", ["cpu"]), (devices[0], devices)):
+        statistics = AngleStatistics(sites, directions, device=home, null_every=2)
+        statistics.begin(TokenBatch(IDS[:2, :30], IDS[:2, :30], 0))
+        for i, x in enumerate(rows):
+            for phase in ("pre", "post"):
+                statistics.take(i, phase, x.to(places[i % len(places)]))
+        statistics.end()
+        found.append(statistics.totals("null_count", "null_deviation", "null_square", "null_energy"))
+    for name, expected in found[0].items():
+        unit = UNIT if name != "null_energy" else ENERGY_UNIT
+        torch.testing.assert_close(found[1][name] / unit, expected / unit, rtol=1e-5, atol=1e-3, msg=name)
+    assert found[0]["null_energy"].all(-1).sum() == 5 * 3
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

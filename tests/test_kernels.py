@@ -152,6 +152,7 @@ def test_both_tallies_are_equal_to_the_last_bit(phases, phase, at_once, monkeypa
     sines = torch.rand((3, 3, 400), generator=generator, dtype=torch.float64) * 2 - 1
     sines[0, 0, :2], sines[2, 1, 9] = torch.tensor([1.0, -1.0]), torch.nan
     norms[0, 0, 4], norms[1, 0, 5], norms[1, 0, 6] = 0, torch.inf, torch.nan
+    norms[2, 1:, 7] = torch.inf  # of a vector that counts
     degrees = (sines.asin().rad2deg() * 2**20).round().mul(2.0**-20).float()
     group = torch.randint(0, 3, (400,), generator=generator, dtype=torch.uint8)
     sites, found = torch.tensor([4, 0, 2]), []

@@ -151,7 +151,10 @@ def test_what_lies_scattered_is_gathered_first(driver):
 @torch.no_grad()
 def test_a_launch_that_fails_leaves_nothing_behind(driver):
     driver.keep()
-    driver.keep(more=X, kernel=5)
+    driver.keep(more=X.clone(), kernel=5)
+    assert driver.add_norm_(X.clone(), X.clone(), WEIGHT, None, 1e-5, 0.0, 1, True) is not None
+    assert [launch.kernel for launch in driver.launches] == [5]
+    driver.launches.clear()
     for driver.fails, driver.no_stream in ((201, 0), (0, 1)):
         stream, x = X.clone(), X.clone()
         versions = stream._version, x._version
@@ -159,6 +162,35 @@ def test_a_launch_that_fails_leaves_nothing_behind(driver):
         assert driver.add_norm_(stream, x, WEIGHT, None, 1e-5, 0.0, 1, True) is None
         assert (stream._version, x._version) == versions
     assert driver.launches == []
+
+
+@torch.no_grad()
+def test_what_adds_something_to_itself_is_no_plain_norm(driver):
+    x = X.clone()
+    driver.keep(x=x, more=x, kernel=5)
+    assert norm(driver) is None
+    assert driver.add_norm_(x, x, WEIGHT, None, 1e-5, 0.0, 1, True) is x
+    (launch,) = driver.launches
+    assert (launch.x, launch.more, launch.out) == (x.data_ptr(),) * 3
+
+
+def test_the_first_build_that_was_kept_stays(driver):
+    driver.keep(kernel=1)
+    driver.keep(kernel=2, offset=-0.0)
+    norm(driver)
+    assert driver.launches[0].kernel == 1
+
+
+@torch.no_grad()
+def test_tensors_of_inference_mode_are_not_written_outside_of_it(driver):
+    with torch.inference_mode():
+        stream, x = X.clone(), X.clone()
+    driver.keep(more=X.clone())
+    assert driver.add_norm_(stream, X.clone(), WEIGHT, None, 1e-5, 0.0, 1, True) is None
+    assert driver.add_norm_(X.clone(), x, WEIGHT, None, 1e-5, 0.0, 1, True) is None
+    assert driver.launches == []
+    with torch.inference_mode():
+        assert driver.add_norm_(stream, x, WEIGHT, None, 1e-5, 0.0, 1, True) is x
 
 
 def test_only_what_norms_have_is_kept(driver):

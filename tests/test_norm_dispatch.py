@@ -88,8 +88,10 @@ def test_calls_without_the_dispatcher_do_as_it_does():
     with torch.inference_mode():
         made = norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
     assert made.is_inference()
+    before = made.clone()
     with pytest.raises(RuntimeError, match="inference tensor"):
         norm_ops.add_norm_(made, x, None, None, 1e-5, 0.0, "rmsnorm")
+    assert torch.equal(made, before)
     versions = residual._version, residual.clone()
     assert norm_ops.add_norm_(residual, made, None, None, 1e-5, 0.0, "rmsnorm", over=True) is None
     assert residual._version == versions[0]

@@ -158,7 +158,7 @@ def test_angles_are_added_up_to_the_last_bit(phases, phase, vectors):
     )
     sines = torch.rand((3, 3, vectors), generator=generator, dtype=torch.float64) * 2 - 1
     sines[0, 0, :2], sines[2, 1, 2] = torch.tensor([1.0, -1.0]), torch.nan
-    norms[0, 0, 0], norms[1, 0, 1], norms[1, 0, 2] = 0, torch.inf, torch.nan
+    norms[0, 0, 0], norms[1, 0, 1], norms[1, 0, 2], norms[0, -1, 2] = 0, torch.inf, torch.nan, torch.inf
     degrees = (sines.asin().rad2deg() * 2**20).round().mul(2.0**-20).float()
     group, sites = torch.randint(0, 3, (vectors,), generator=generator, dtype=torch.uint8), torch.tensor([4, 0, 2])
     found = []
@@ -185,7 +185,11 @@ def test_moments_of_angles_to_an_ensemble_are_those_of_float64(n, d, k, multipro
     index[: min(n, 7)] = torch.arange(min(n, 7))
     directions = Directions.seeded(d, k, 3)
     lengths = torch.linalg.vector_norm(x.double(), dim=1)
-    packed = angles.packed(directions.ensemble, torch.device(DEVICE))
+    torch.set_default_dtype(torch.float16)
+    try:
+        packed = angles.packed(directions.ensemble, torch.device(DEVICE))
+    finally:
+        torch.set_default_dtype(torch.float32)
     found = packed.moments(x.to(DEVICE), index.to(DEVICE), lengths.to(DEVICE)).sum(0).cpu()
     rows = x[index][(lengths > 0)[index] & lengths.isfinite()[index]].double()
     cosines = (rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)) @ directions.null.T

@@ -83,5 +83,5 @@ if __name__ == "__main__":
             three = torch.empty(2, 3, 5, dtype=torch.float64, **on)
             histogram = fallback.Histogram(torch.empty(2, 3, 3, fallback.BINS, dtype=torch.int64, **on), index[:2], 0)
             sums = torch.empty(2, 3, 13 + (kind == 2), dtype=torch.float64, **on)
-            out = fallback.Sums(sums, torch.empty_like(three), torch.empty_like(three))
+            out = fallback.Sums(sums, torch.empty_like(sums[..., :3]), torch.empty_like(sums[..., :3]))
             angles.tally(norm, three.float(), three, group, histogram, out)

@@ -5,7 +5,7 @@ with all directions gives their cosines, and one pass the moments of the angles.
 the sites. For LayerNorm the rows are collected without their mean, c = x - (x.û)û, of which the cosines of the
 standardized vectors follow directly, even where little is left, and those of x by x.v = c.v + (x.û)(û.v).
 
-Rows of bfloat16 from which no mean is taken are multiplied where they lie, by processors that can.
+Rows of bfloat16 from which no mean is taken are multiplied where they lie, by processors and GPUs that can.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["DEGREES", "NullEnsemble"]
 DEGREES = 180 / torch.pi
 COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions more often than its speed bears
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
+FOUND = 64  # sites whose moments wait, in parts, to be added up together
 FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
 PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
@@ -109,6 +110,8 @@ class NullEnsemble:
             if (ensemble := self._packed[d, device]) is not None:
                 found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars[0])
                 self._found.append(((site, phase), found.to(self.home)))
+                if len(self._found) == FOUND:
+                    self._add_found()
                 return
         for index in self._pieces(hidden.shape[0], d, device):
             n = len(index)
@@ -137,10 +140,7 @@ class NullEnsemble:
 
     def end(self) -> None:
         """Multiply what is still waiting."""
-        if self._found:
-            sites, found = zip(*self._found, strict=True)
-            self._add(sites, torch.stack(found).sum(1), [PHASES_OF[phase] for _, phase in sites])
-            self._found.clear()
+        self._add_found()
         for key in list(self._chunks):
             self._multiply(key)
         self._chunks.clear()  # the next batch has another number of chosen tokens
@@ -185,6 +185,13 @@ class NullEnsemble:
             self._add(chunk.sites, kernels.moments(cosines.view(slots, -1, self.k)), [[0]] * slots)
         chunk.sites.clear()
         chunk.scalars.clear()
+
+    def _add_found(self) -> None:
+        """Add the moments that were found where rows lie; devices have them in as many parts as suits each."""
+        for parts in {len(found) for _, found in self._found}:
+            sites, found = zip(*(each for each in self._found if len(each[1]) == parts), strict=True)
+            self._add(sites, torch.stack(found).sum(1), [PHASES_OF[phase] for _, phase in sites])
+        self._found.clear()
 
     def _add(self, sites: Sequence[tuple[int, str]], moments: Tensor, phases: Sequence[Sequence[int]]) -> None:
         """Add the moments [slots, 3, K] of these sites to these phases of theirs."""

@@ -110,8 +110,8 @@ def _tally(norms: Tensor, degrees: Tensor, sines: Tensor, inside: Tensor, histog
         (sines * sines).mul_(ENERGY_UNIT).round_(), units[:, :1].abs(), (norms.double() * UNIT).round_(),
     ], 1)  # fmt: skip
     values[:, 2:].masked_fill_(~counts[:, None], 0.0)
-    out.sums.copy_((values @ inside.double()).mT)
     for g in range(3):
+        torch.sum(values.masked_fill(~inside[:, g], 0.0), -1, out=out.sums[:, g])
         outside = ~(counts & inside[:, g])[:, None]
         out.least[:, g] = units.masked_fill(outside, torch.inf).amin(-1)
         out.most[:, g] = units.masked_fill(outside, -torch.inf).amax(-1)

@@ -5,8 +5,7 @@
 #include <array>
 #include <cstring>
 #include <map>
-#include <string>
-#include <vector>
+#include <optional>
 
 #include "norms.h"
 
@@ -27,7 +26,8 @@ struct Build {
     void* kernel;
     unsigned threads, shared;
     int64_t rows;  // a program
-    std::vector<Argument> arguments;
+    int count;
+    std::array<Argument, ARGUMENTS> arguments;
 };
 
 class Launches {
@@ -35,18 +35,21 @@ public:
     LaunchKernel launch = nullptr;
     CurrentStream stream = nullptr;
 
-    void keep(const Call& call, const Types& types, int device, const Build& build) { builds[key(call, types, device)] = build; }
+    // For calls like this one, with an addition or without; the first that was kept stays.
+    void keep(const Call& call, const Types& types, bool adds, int device, const Build& build) {
+        builds.emplace(key(call, types, adds, device), build);
+    }
 
     void clear() { builds.clear(); }
 
-    // A build for this; null where there is none, or tensors begin at odd places.
-    const Build* find(const Call& c, const Types& types, int device) const {
-        const void* all[] = {c.residual, c.x, c.affine.weight, c.affine.bias, c.out};
+    // A build for this, a copy, as others may be kept while it is launched; none where tensors begin at odd places.
+    std::optional<Build> find(const Call& c, const Types& types, bool adds, int device) const {
+        const void* all[] = {c.residual, c.x, c.affine.weight, c.affine.bias};
         uintptr_t places = 0;
         for (const void* one : all) places |= reinterpret_cast<uintptr_t>(one);
-        if (!launch || places % ALIGNED || c.rows <= 0 || c.rows > INT32_MAX) return nullptr;
-        const auto found = builds.find(key(c, types, device));
-        return found == builds.end() ? nullptr : &found->second;
+        if (!launch || places % ALIGNED || c.rows <= 0 || c.rows > INT32_MAX / 2) return {};
+        const auto found = builds.find(key(c, types, adds, device));
+        return found == builds.end() ? std::nullopt : std::optional(found->second);
     }
 
     // Whether it was launched.
@@ -64,7 +67,7 @@ public:
         values[OFFSET].number = c.affine.offset;
         void *nothing = nullptr, *queue = nullptr, *places[ARGUMENTS + SPARE];
         int count = 0;
-        for (const Argument one : build.arguments) places[count++] = &values[one];
+        while (count < build.count) places[count] = &values[build.arguments[count]], count++;
         for (int i = 0; i < SPARE; i++) places[count++] = &nothing;
         if (stream(device, &queue)) return false;
         const unsigned programs = unsigned((c.rows + build.rows - 1) / build.rows);
@@ -76,13 +79,14 @@ private:
     std::map<Key, Build> builds;
 
     static int64_t bits(float number) {
+        number += 0.0f;  // there are two zeros
         int32_t same;
         std::memcpy(&same, &number, sizeof same);
         return same;
     }
 
-    static Key key(const Call& c, const Types& t, int device) {
-        return {c.d, c.kind, device, t.stream, t.added, t.made, t.parameters, c.x != nullptr,
+    static Key key(const Call& c, const Types& t, bool adds, int device) {
+        return {c.d, c.kind, device, t.stream, t.added, t.made, t.parameters, adds,
                 (c.affine.weight != nullptr) + 2 * (c.affine.bias != nullptr), bits(c.eps), bits(c.affine.offset)};
     }
 };

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "begin", "direct", "found", "multiprocessors", "parts"]
+from normgeo.kernels.compiling import failed
+
+__all__ = ["Launcher", "begin", "direct", "distrust", "found", "multiprocessors", "parts"]
 
 HIP = torch.version.hip is not None
 WARP = 32  # threads
@@ -47,6 +49,14 @@ def multiprocessors(device: torch.device) -> int:
 def direct() -> Any:
     """The compiled norms that launch what Triton has built for them; None where there are none."""
     return _direct
+
+
+def distrust() -> None:
+    """Launch from Python again: what the compiled norms launched came out wrong."""
+    global _direct
+    _direct, wrong = None, _direct
+    wrong.begin(0, 0, "cuda")
+    failed("a norm came out wrong", "launches norms from Python")
 
 
 def parts(built: Any) -> tuple[int, int, int, bytes] | None:
@@ -134,10 +144,11 @@ class Launcher:
         if addresses % ALIGNED or max(counts) >> 31 or HIP:
             self._ask(programs, tensors, counts, numbers, constants, num_warps)
             return
-        key = here, num_warps, numbers, constants, *[None if t is None else t.dtype for t in tensors]
+        told = self._kept is not None and _direct is not None  # what was built before it is told of anew
+        key = here, num_warps, told, numbers, constants, *[None if t is None else t.dtype for t in tensors]
         if (built := self._built.get(key)) is None:
             built = self._built[key] = self._ask(programs, tensors, counts, numbers, constants, num_warps)
-            if self._kept is not None:
+            if told and self._kept is not None:
                 self._kept(built, tensors, numbers, constants)
             return
         stream = torch._C._cuda_getCurrentRawStream(here)

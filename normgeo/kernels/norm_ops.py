@@ -47,7 +47,10 @@ _for_nothing = ContextVar("launches cost nothing", default=False)
 
 
 class Operators(NamedTuple):
-    """The norms on a CPU, and the way to them or why there are none; they give None for what they do not take."""
+    """The compiled norms, and the way to them or why there are none; they give None for what they do not take.
+
+    On CUDA they take what Triton has built a kernel for.
+    """
 
     norm: Callable[..., Tensor | None]
     add_norm_: Callable[..., Tensor | None]
@@ -186,7 +189,7 @@ def takes(x: Tensor) -> bool:
 
 
 def _pays(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, kind: str) -> bool:
-    """Whether a launch costs less than it saves, by what an H200 was measured to take; the compiled norms' always does.
+    """Whether a launch costs less than it saves, by what an H200 was measured to take; by the compiled norms it does.
 
     From Python one takes longer than torch's. In torch norms that it has no kernel for are seven: CRMSNorms, and norms
     whose gamma is of another dtype or has an offset. RMSNorm's beta is a second one. The same while a graph is recorded
@@ -198,7 +201,7 @@ def _pays(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, 
         return True
     if is_grad_enabled():
         return x.shape[-1] <= WIDE and (x.numel() >= TRAINED or _for_nothing.get())
-    if launching.direct() is not None:
+    if launching.direct() is not None and not torch.cuda.is_current_stream_capturing():
         return True
     return x.numel() >= LAUNCH or (bias is not None and kind != "layernorm") or _for_nothing.get()
 
@@ -248,7 +251,7 @@ def _loaded_for(x: Tensor) -> Operators:
     """What is not built before there is something for it: training does without."""
     if not is_plain(x) or is_grad_enabled():
         return NONE
-    return loaded("launches norms from Python") if x.is_cuda else loaded()
+    return loaded("launches norms from Python, and computes those on a CPU in torch") if x.is_cuda else loaded()
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: str) -> Tensor | None:

@@ -15,8 +15,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <optional>
-
 #include "launches.h"
 
 namespace normgeo {
@@ -57,10 +55,10 @@ public:
     // Whether what is given is where kernels are launched.
     bool launches_here() const { return device->type() == launched; }
 
-    // The build that suits; null where there is none, or another device is the current one.
-    const Build* build(const Call& call, const Types& types) const {
-        const Build* found = launches.find(call, types, index());
-        return found && c10::impl::VirtualGuardImpl(launched).getDevice() == *device ? found : nullptr;
+    // The build that suits, if any: where another device is the current one none does.
+    std::optional<Build> build(const Call& call, const Types& types, bool adds) const {
+        auto found = launches.find(call, types, adds, index());
+        return found && c10::impl::VirtualGuardImpl(launched).getDevice() == *device ? found : std::nullopt;
     }
 
     int index() const { return device->has_index() ? device->index() : 0; }
@@ -74,7 +72,7 @@ public:
             *places[i] = nullptr;
             if (both[i] == Py_None) continue;
             const Tensor* p = plain(both[i]);
-            if (!p || !type_of(*p, &one) || p->numel() != d || !p->is_contiguous()) return false;
+            if (!p || !type_of(*p, &one) || p->dim() != 1 || p->numel() != d || !p->is_contiguous()) return false;
             if (found >= 0 && one != found) return false;
             found = one;
             *places[i] = p->const_data_ptr();
@@ -136,14 +134,18 @@ PyObject* norm(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!x || !caller.parameters(given[1], given[2], x->size(-1), types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
     types.added = types.made = types.stream;
     affine.offset = numbers.offset;
+    const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
+    Call call{nullptr, nullptr, nullptr, rows, d, affine, numbers.eps, numbers.kind};
+    // which is only read where nothing is added; what has yet to be gathered begins where it should
+    if (x->is_contiguous()) call.residual = const_cast<void*>(x->const_data_ptr());
+    const auto build = caller.launches_here() ? caller.build(call, types, false) : std::nullopt;
+    if (caller.launches_here() && !build) Py_RETURN_NONE;
     RECORD_FUNCTION("normgeo::norm", {});
     Tensor contiguous;
-    if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
-    const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
-    void* from = const_cast<void*>(x->const_data_ptr());  // which is only read where nothing is added
-    Call call{from, nullptr, nullptr, rows, d, affine, numbers.eps, numbers.kind};
-    const Build* build = caller.launches_here() ? caller.build(call, types) : nullptr;
-    if (caller.launches_here() && !build) Py_RETURN_NONE;
+    if (!x->is_contiguous()) {
+        x = &(contiguous = x->contiguous());
+        call.residual = const_cast<void*>(x->const_data_ptr());
+    }
     Tensor out = made_like(*x);
     call.out = out.data_ptr();
     if (!build) without_the_lock<false>(call, types);
@@ -167,24 +169,26 @@ PyObject* add_norm_(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!x || !residual->is_contiguous() || x->sizes() != residual->sizes()) Py_RETURN_NONE;
     // as under autocast the stream may be wider than what is added to it, but not narrower
     if (types.added != types.stream && types.stream != FLOAT) Py_RETURN_NONE;
-    if (over && x->is_inference() && !c10::InferenceMode::is_enabled()) Py_RETURN_NONE;  // may not be written over
+    const bool kept = !c10::InferenceMode::is_enabled();  // tensors of that mode may not be written over
+    if (kept && ((over && x->is_inference()) || (residual->is_inference() && caller.launches_here()))) Py_RETURN_NONE;
     const int64_t d = x->size(-1), rows = d ? x->numel() / d : 0;
     if (!caller.parameters(given[2], given[3], d, types.stream, &affine, &types.parameters)) Py_RETURN_NONE;
     types.made = over ? types.added : types.stream;
     affine.offset = numbers.offset;
+    Call call{residual->data_ptr(), nullptr, nullptr, rows, d, affine, numbers.eps, numbers.kind};
+    if (x->is_contiguous()) call.x = x->const_data_ptr();
+    const auto build = caller.launches_here() ? caller.build(call, types, true) : std::nullopt;
+    if (caller.launches_here() && !build) Py_RETURN_NONE;
     RECORD_FUNCTION("normgeo::add_norm_", {});
     Tensor contiguous, made;  // where the norm goes, unless it is written over x
-    if (!x->is_contiguous()) x = &(contiguous = x->contiguous());
-    Call call{residual->data_ptr(), x->const_data_ptr(), nullptr, rows, d, affine, numbers.eps, numbers.kind};
-    const Build* build = caller.launches_here() ? caller.build(call, types) : nullptr;
-    if (caller.launches_here() && !build) Py_RETURN_NONE;
+    if (!x->is_contiguous()) call.x = (x = &(contiguous = x->contiguous()))->const_data_ptr();
     if (!over) made = made_like(*residual);
     else if (contiguous.defined()) made = contiguous;
     call.out = (made.defined() ? made : *x).data_ptr();
-    if (!build) without_the_lock<true>(call, types);
-    else if (!launch(*build, call, caller.index())) Py_RETURN_NONE;
-    residual->unsafeGetTensorImpl()->bump_version();
+    if (build && !launch(*build, call, caller.index())) Py_RETURN_NONE;
+    residual->unsafeGetTensorImpl()->bump_version();  // which fails, before anything is written, where it may not be
     if (!made.defined()) x->unsafeGetTensorImpl()->bump_version();
+    if (!build) without_the_lock<true>(call, types);
     return made.defined() ? THPVariable_Wrap(std::move(made)) : Py_NewRef(given[1]);
     END_HANDLE_TH_ERRORS
 }
@@ -213,24 +217,27 @@ PyObject* keep(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Py_ssize_t arguments;
     if (PyBytes_AsStringAndSize(given[12], &order, &arguments)) return nullptr;
     Build build{PyLong_AsVoidPtr(given[8]), unsigned(PyLong_AsLong(given[9])), unsigned(PyLong_AsLong(given[10])),
-                PyLong_AsLong(given[11]), {}};
-    for (Py_ssize_t i = 0; i < arguments; i++) build.arguments.push_back(Argument(order[i]));
+                PyLong_AsLong(given[11]), int(arguments), {}};
     if (PyErr_Occurred()) return nullptr;
     bool known = build.rows > 0 && arguments <= ARGUMENTS;
-    for (const Argument one : build.arguments) known = known && one >= 0 && one < ARGUMENTS;
+    for (int i = 0; known && i < build.count; i++) {
+        build.arguments[i] = Argument(order[i]);
+        known = order[i] >= 0 && order[i] < ARGUMENTS;
+    }
     TORCH_CHECK_VALUE(known, "no kernel of the norms takes these arguments");
     Caller caller;
     Types types;
     Affine affine;
     const Tensor* residual = caller.hidden_states(given[0], &types.stream);
-    const Tensor* x = residual && given[1] != Py_None ? caller.hidden_states(given[1], &types.added) : residual;
+    const bool adds = given[1] != Py_None;
+    const Tensor* x = residual && adds ? caller.hidden_states(given[1], &types.added) : residual;
     if (!x || !caller.launches_here() || !caller.hidden_states(given[4], &types.made)) Py_RETURN_FALSE;
-    if (x == residual) types.added = types.stream;
+    if (!adds) types.added = types.stream;
     const int64_t d = residual->size(-1);
     if (!caller.parameters(given[2], given[3], d, types.stream, &affine, &types.parameters)) Py_RETURN_FALSE;
     affine.offset = numbers.offset;
-    const void* added = x == residual ? nullptr : x->const_data_ptr();
-    launches.keep({nullptr, added, nullptr, 0, d, affine, numbers.eps, numbers.kind}, types, caller.index(), build);
+    const Call call{nullptr, nullptr, nullptr, 0, d, affine, numbers.eps, numbers.kind};
+    launches.keep(call, types, adds, caller.index(), build);
     Py_RETURN_TRUE;
     END_HANDLE_TH_ERRORS
 }

@@ -164,7 +164,7 @@ TALLY, MOMENTS = Launcher(_tally), Launcher(_moments)
 
 
 def tally(norms: Tensor, degrees: Tensor, sines: Tensor, group: Tensor, histogram: Histogram, out: Sums) -> None:
-    """Fill `out` and add to the histogram, for contiguous tensors; see `kernels.tally`."""
+    """Fill `out` and add to the histogram, for contiguous tensors, its own too; see `kernels.tally`."""
     sites, phases, vectors = norms.shape
     blocks, width = -(-vectors // BLOCK), 12 + phases
     if not sites * vectors:
@@ -211,7 +211,8 @@ def packed(vectors: Tensor, device: torch.device) -> Ensemble:
     """Vectors of bfloat16 [k, d] for the kernel."""
     k, d = vectors.shape
     room = -(-k // COLUMNS) * COLUMNS
-    units, shrink = torch.zeros((d, room), dtype=torch.bfloat16), torch.zeros(room)
+    units = torch.zeros((d, room), dtype=torch.bfloat16, device="cpu")
+    shrink = torch.zeros(room, dtype=torch.float32, device="cpu")
     units[:, :k] = vectors.T
     shrink[:k] = 1 / torch.linalg.vector_norm(vectors.double(), dim=1)
     return Ensemble(units.to(device), shrink.to(device), k, max(1, multiprocessors(device) // (room // COLUMNS)))
@@ -219,11 +220,12 @@ def packed(vectors: Tensor, device: torch.device) -> Ensemble:
 
 def launch_smallest(device: torch.device) -> None:
     """Fail where no kernel can be built, or what was built gives something else when it is launched again."""
-    ones = torch.ones((1, 1, 2), device=device)
+    ones = torch.ones((1, 1, 2), dtype=torch.float32, device=device)
     degrees, sines = ones.expand(1, 3, 2).contiguous(), ones.expand(1, 3, 2).double().contiguous()
     group, sites = torch.zeros(2, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     counts = torch.zeros((1, 3, 3, BINS), dtype=torch.int64, device=device)
-    ensemble, rows = packed(torch.ones((1, 16), dtype=torch.bfloat16), device), ones.new_ones((2, 16)).bfloat16()
+    rows = torch.ones((2, 16), dtype=torch.bfloat16, device=device)
+    ensemble = packed(rows[:1].cpu(), device)
     for number in (1, 2):
         sums = torch.empty((1, 3, 13), dtype=torch.float64, device=device)
         out = Sums(sums, torch.empty_like(sums[..., :3]), torch.empty_like(sums[..., :3]))

@@ -141,7 +141,7 @@ def _kept(
     """Have the compiled norms launch what was built from now on."""
     x, more, weight, bias, out, scales = tensors
     compiled, how = launching.direct(), launching.parts(built)
-    if compiled is not None and how is not None and scales is None:
+    if how is not None and scales is None:
         (_, _, eps, offset), (kind, *_, rows, _, _) = numbers, constants
         kernel, threads, shared, order = how
         compiled.keep(x, more, weight, bias, out, eps, offset, kind, kernel, threads, shared, rows, order)
@@ -285,8 +285,10 @@ def launch_smallest(device: torch.device) -> None:
     """Fail where no kernel can be built, or what was built gives something else when it is launched again."""
     with torch.no_grad():
         x = torch.full((1, 16), 2.0, dtype=torch.float32, device=device)
-        found = [norm(x, None, None, 12.0, 0.0, 1) for _ in range(2)]
+        for _ in range(2):
+            if not bool((norm(x, None, None, 12.0, 0.0, 1) == 0.5).all()):
+                raise RuntimeError("a norm came out wrong")
         if (compiled := launching.direct()) is not None:
-            found.append(compiled.norm(x, None, None, 12.0, 0.0, 1))
-        if not all(z is None or bool((z == 0.5).all()) for z in found):
-            raise RuntimeError("a norm came out wrong")
+            z = compiled.norm(x, None, None, 12.0, 0.0, 1)
+            if z is not None and not bool((z == 0.5).all()):
+                launching.distrust()
