@@ -55,7 +55,7 @@ def test_angles_on_cuda_are_those_of_the_cpu(name):
 def test_bfloat16_meets_the_null_ensemble_on_every_device_as_on_the_cpu(monkeypatch):
     """Sites of one batch on several devices, which may be of several kinds, and more sites than are kept waiting."""
     monkeypatch.setattr(ensemble, "FOUND", 3)
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     sites = [NormSite(f"norm{i}", "rmsnorm", "mlp", i, "layers", 16, 1e-6) for i in range(5)]
     directions = {16: Directions.seeded(16, 40, 0)}
     rows = torch.randn((5, 60, 16), generator=torch.Generator().manual_seed(0)).bfloat16()
