@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -56,10 +57,19 @@ def close(found, expected, dtype):
     assert float((found - expected).abs().max()) <= 8 * ROUNDING[dtype] * scale
 
 
+WIDTHS, AFFINES = (2, 7, 64, 100, 1000), ("both", "weight", "wide", "none")
+
+
+def shapes(run):
+    """Every width with every kind of parameters; in the interpreter, which is slow, with one of them."""
+    slow = run is in_triton and not torch.cuda.is_available()
+    cases = zip(WIDTHS, cycle(AFFINES), strict=False) if slow else product(WIDTHS, AFFINES)
+    return [pytest.param(*run.values, d, affine, marks=run.marks) for d, affine in cases]
+
+
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("d", [2, 7, 64, 100, 1000])
-@pytest.mark.parametrize("affine", ["both", "weight", "wide", "none"])
+@pytest.mark.parametrize(("run", "d", "affine"), [*shapes(compiled), *shapes(in_triton)], indirect=["run"])
 def test_values_and_gradients_are_those_of_float64(run, name, dtype, d, affine):
     cls, options = NAMES[name]
     of = torch.float32 if affine == "wide" else dtype

@@ -79,6 +79,8 @@ if __name__ == "__main__":
             if dtype is torch.bfloat16:
                 units, shrink = torch.empty(d[0], 256, dtype=dtype, **on), torch.empty(256, **on)
                 angles.Ensemble(units, shrink, 256, 33).moments(x[0], index, scalars[0])
+            if d[0] > 1000:  # which the sums of angles do not depend on
+                continue
             norm, group = torch.empty(2, 1 + (kind == 2), 5, **on), torch.empty(5, dtype=torch.uint8, **on)
             three = torch.empty(2, 3, 5, dtype=torch.float64, **on)
             histogram = fallback.Histogram(torch.empty(2, 3, 3, fallback.BINS, dtype=torch.int64, **on), index[:2], 0)

@@ -30,7 +30,7 @@ def _project(
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
+    inside, plane = row < rows, plane.to(tl.int64)
     at = row.to(tl.int64)[:, None] * stride
     squares = tl.zeros((ROWS, BLOCK), tl.float64)
     first = tl.zeros((ROWS, BLOCK), tl.float64)
@@ -74,7 +74,7 @@ def _gather(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
+    inside, plane = row < rows, plane.to(tl.int64)
     index = tl.load(index_at + row, mask=inside, other=0).to(tl.int64)
     length = tl.load(scalars_at + (4 * plane if CENTERED else 0) + index, mask=inside, other=0.0)
     short = length.to(tl.float32)
