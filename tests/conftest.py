@@ -1,6 +1,7 @@
 """Offline, one thread, no logging from transformers, and hypothesis that gives the same examples every time."""
 
 import errno
+import functools
 import os
 import shutil
 import sys
@@ -21,6 +22,21 @@ import numpy as np
 import pytest
 import zoo
 from hypothesis import settings
+
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _where_arrays_are(it=None, **typechecker):
+    """jaxtyping, for classes and for functions of arrays: other types are pyright's, and to check them in every call, and
+    functions inside others whenever these are called, took half of all tests' time."""
+    if it is None:
+        return functools.partial(_where_arrays_are, **typechecker)
+    given = [str(annotation) for annotation in getattr(it, "__annotations__", {}).values()]
+    arrays = any("[Tensor, " in annotation or "[np.ndarray, " in annotation for annotation in given)
+    return _jaxtyped(it, **typechecker) if arrays or isinstance(it, type) else it
+
+
+jaxtyping.jaxtyped = _where_arrays_are
 
 settings.register_profile("normgeo", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("normgeo")
