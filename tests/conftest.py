@@ -27,8 +27,8 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def _where_arrays_are(it=None, **typechecker):
-    """jaxtyping, for classes and for functions of arrays: other types are pyright's, and to check them in every call, and
-    functions inside others whenever these are called, took half of all tests' time."""
+    """jaxtyping, for classes and for functions of arrays: other types are pyright's, and to check them in every call,
+    and functions inside others whenever these are called, took half of all tests' time."""
     if it is None:
         return functools.partial(_where_arrays_are, **typechecker)
     given = [str(annotation) for annotation in getattr(it, "__annotations__", {}).values()]

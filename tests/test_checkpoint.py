@@ -26,24 +26,28 @@ from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError,
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.models import EMBEDDED
-from normgeo.norms import RMSNorm
 
 LOADER = """
-import sys
+import json, os, sys
 sys.modules["normgeo"] = None  # importing it raises ImportError
-import torch, transformers
-path, auto, facts, trust = sys.argv[1:]
-kwargs = {"trust_remote_code": True} if trust == "remote" else {}
-model = getattr(transformers, auto).from_pretrained(path, **kwargs).eval()
-facts = torch.load(facts, weights_only=True)
-with torch.no_grad():
-    logits = model(**facts["inputs"]).logits
-# some matrix libraries round by where in memory their operands lie, which another process chooses anew
-torch.testing.assert_close(logits, facts["logits"], rtol=1e-6, atol=1e-6)
-if "generated" in facts:
-    made = model.generate(facts["inputs"]["input_ids"], max_new_tokens=5, do_sample=False)
-    assert torch.equal(made, facts["generated"]), made
-print("the same")
+import torch, transformers.models.gpt2.modeling_gpt2
+def load(folder, auto, trust):
+    options = {"trust_remote_code": True} if trust == "remote" else {}
+    model = getattr(transformers, auto).from_pretrained(f"{folder}/out", **options).eval()
+    facts = torch.load(f"{folder}/facts.pt", weights_only=True)
+    with torch.no_grad():
+        logits = model(**facts["inputs"]).logits
+    # some matrix libraries round by where in memory their operands lie, which another process chooses anew
+    torch.testing.assert_close(logits, facts["logits"], rtol=1e-6, atol=1e-6)
+    if "generated" in facts:
+        made = model.generate(facts["inputs"]["input_ids"], max_new_tokens=5, do_sample=False)
+        assert torch.equal(made, facts["generated"]), made
+
+for case in json.loads(sys.argv[1]):
+    if not os.fork():  # one that has loaded no other
+        load(*case)
+        sys.exit(print("the same:", case[0]))
+    os.wait()
 """
 CASES = [
     ("gpt2", "AutoModelForCausalLM", {}, "remote"),
@@ -56,34 +60,42 @@ CASES = [
 ]
 
 
-def load_elsewhere(path, auto, facts, how, tmp_path):
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", LOADER, str(path), auto, str(facts), how]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """Each case's model, folder and facts, and what a process said that loaded them without this package."""
+    home, cases = tmp_path_factory.mktemp("elsewhere"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_ops, "norm", lambda *_: None)  # where the package is not, its kernels are not
+        for number, (name, auto, options, expected) in enumerate(CASES):
+            folder, conversion = home / str(number), convert(zoo.tiny(name), **options)
+            folder.mkdir()
+            assert save(conversion, folder / "out") == expected
+            model, inputs = conversion.model, example_inputs(conversion.model, 9)
+            for norm in model.modules() if expected == "native" else ():
+                norm.centered = False  # a native model's RMSNorm knows nothing of it
+            with torch.no_grad():
+                facts = {"inputs": inputs, "logits": model(**inputs).logits}
+            if auto == "AutoModelForCausalLM":
+                facts["generated"] = model.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
+            torch.save(facts, folder / "facts.pt")
+            cases.append((model, folder, facts))
+    given = json.dumps([[str(case[1]), *CASES[number][1::2]] for number, case in enumerate(cases)])
+    alone = os.environ | {"HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOADER, given]
+    return cases, subprocess.run(command, capture_output=True, text=True, env=alone, cwd=home, timeout=300)
 
 
-@pytest.mark.parametrize(("name", "auto", "options", "expected"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
-def test_a_checkpoint_loads_without_this_package(name, auto, options, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)  # where the package is not, its kernels are not
-    conversion = convert(zoo.tiny(name), **options)
-    how = save(conversion, tmp_path / "out")
-    assert how == expected
-    model, inputs = conversion.model, example_inputs(conversion.model, 9)
-    for norm in [m for m in model.modules() if isinstance(m, RMSNorm) and expected == "native"]:
-        norm.centered = False  # a native model's RMSNorm knows nothing of it
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_a_checkpoint_loads_without_this_package(case, elsewhere, monkeypatch):
+    (model, folder, facts), loaded = elsewhere[0][case], elsewhere[1]
+    assert f"the same: {folder}\n" in loaded.stdout, loaded.stderr[-2000:]
+    mine = load_model(folder / "out")  # without running the checkpoint's code
+    tolerance = 1e-5 if CASES[case][3] == "native" else 1e-6
     with torch.no_grad():
-        facts = {"inputs": inputs, "logits": model(**inputs).logits}
-    if auto == "AutoModelForCausalLM":
-        facts["generated"] = model.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False)
-    torch.save(facts, tmp_path / "facts.pt")
-    result = load_elsewhere(tmp_path / "out", auto, tmp_path / "facts.pt", how, tmp_path)
-    assert "the same" in result.stdout, result.stderr[-2000:]
-    mine = load_model(tmp_path / "out")  # without running the checkpoint's code
-    with torch.no_grad():
-        torch.testing.assert_close(mine(**inputs).logits, facts["logits"], rtol=1e-6, atol=1e-6)
-        monkeypatch.undo()
-        tolerance = 1e-5 if expected == "native" else 1e-6
-        torch.testing.assert_close(mine(**inputs).logits, model(**inputs).logits, rtol=tolerance, atol=tolerance)
+        here, there = (m(**facts["inputs"]).logits for m in (mine, model))
+        torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
+        monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+        torch.testing.assert_close(mine(**facts["inputs"]).logits, facts["logits"], rtol=1e-6, atol=1e-6)
 
 
 def test_a_tied_head_is_saved_once_where_a_model_without_it_finds_it(tmp_path):

@@ -2,18 +2,16 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
 from test_norms import by_definition, random_norm
 from torch import nn
 
-import normgeo
 from normgeo import convert
 from normgeo.kernels import norm_ops
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -143,9 +141,7 @@ def test_converted_norms_know_that_they_are_centered_and_naive_ones_do_not(tiny)
 
 
 def run(code, tmp_path, **environment):
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | environment
-    environment["PYTHONPATH"] = str(Path(normgeo.__file__).parents[1])
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return Forked(code, **{"XDG_CACHE_HOME": str(tmp_path)} | environment).ended()
 
 
 def test_without_a_compiler_the_reason_is_said_once_and_results_are_the_same(tmp_path):

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from bucket import LOST, served
+from forked import Forked
 from stores import CONTEXT, N, captured, config, content, unfinished
 from test_ranks import by_ranks
 
@@ -168,7 +167,6 @@ def test_answers_that_end_early_are_said(home, remote, monkeypatch):
 CODE = """
 import sys
 from pathlib import Path
-import torch; torch.set_num_threads(1)
 from normgeo.store import capture
 from normgeo.angles import runs
 from normgeo.store.objects import storage_at
@@ -185,36 +183,24 @@ else:
 """
 
 
-def launch(home, out):
-    return subprocess.Popen([sys.executable, "-c", CODE, str(home), str(out)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
-def finished(process):
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err.decode()
-
-
 def test_killed_processes_lose_nothing(home, url, tmp_path):
     """Killed at random moments, one of them for certain among its commits."""
     np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 400)), CONTEXT)))
-    finished(launch(home, tmp_path / "whole"))
+    Forked(CODE, home, tmp_path / "whole").done()
     rng, storage = random.Random(0), storage_at(url)
     for kill in range(int(os.environ.get("ROUNDS", 2))):
-        process, had = launch(home, url), len(storage.names("commits"))
-        process.stdout.readline()
+        process, had = Forked(CODE, home, url), len(storage.names("commits"))
+        process.until(lambda process=process: "ready" in process.stdout)
         if kill == 0:
-            while len(storage.names("commits")) <= had and process.poll() is None:
-                time.sleep(0.01)
-            assert process.poll() is None
+            process.until(lambda had=had: len(storage.names("commits")) > had)
         else:
             time.sleep(rng.uniform(0.0, 2.0))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.ended()
         if storage.size("angles.parquet") is not None:
             break
     if json.loads(storage.read("store.json"))["status"] != "complete":
-        finished(launch(home, url))
+        Forked(CODE, home, url).done()
     assert remote_content(url) == content(tmp_path / "whole")
     assert verify(url)[1] == []
     assert storage.size("lock") is None

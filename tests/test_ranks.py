@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pandas as pd
 import psutil
@@ -202,22 +203,13 @@ with mine.heard():
 
 
 def test_a_killed_process_is_missed_without_a_launcher(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen([sys.executable, "-c", SILENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env=os.environ | where | {"RANK": str(rank), "PYTHONPATH": str(ROOT)})
-        for rank in range(2)
-    ]  # fmt: skip
-    assert started[0].stdout.readline() == "begun\n"
+    first, second = forked.ranks(SILENT)
+    first.until(lambda: first.stdout == "begun\n")
     time.sleep(3)  # longer than one may be silent
-    assert started[0].poll() is None
-    started[1].kill()
-    _, error = started[0].communicate(timeout=60)
-    started[1].communicate()
-    assert started[0].returncode == 1
-    assert error.startswith("process 1 of the run was not heard of for 2 s; what is committed is safe")
+    assert first.returncode is None
+    second.kill()
+    assert first.ended(60).returncode == 1
+    assert first.stderr.startswith("process 1 of the run was not heard of for 2 s; what is committed is safe")
 
 
 def test_others_at_the_meeting_place_are_not_waited_for(monkeypatch):

@@ -1,11 +1,8 @@
 """Runs: what they write, that a kill loses nothing, and that they refuse what they should."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import zarr
+from forked import Forked
 from zoo import tiny
 
 from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
@@ -137,27 +135,21 @@ def test_killed_processes_lose_nothing(tmp_path, no_figures):
     code = (
         "import sys; from pathlib import Path; from normgeo.angles import job, runs\n"
         "job.BLOCK_TOKENS, runs._draw = 1024, lambda table, folder: None\n"
-        "config = runs.RunConfig(('embedded-layernorm',), tokens=16_000, context=64, batch=4, null=8)\n"
+        "config = runs.RunConfig(('embedded-layernorm',), tokens=8_000, context=64, batch=4, null=8)\n"
         "out = Path(sys.argv[1])\n"
         "go = runs.resume_run if (out / 'run.json').exists() else lambda o, **k: runs.start_run(config, o, **k)\n"
         "go(out, progress=False)\n"
     )
-
-    def launch(out):
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads of several processes would only wait for each other
-        return subprocess.Popen([sys.executable, "-c", code, str(out)], stderr=subprocess.DEVNULL, env=alone)
-
-    start_run(RunConfig(**SMALL | {"tokens": 16_000, "null": 8}), tmp_path / "whole", progress=False)
+    start_run(RunConfig(**SMALL | {"tokens": 8_000, "null": 8}), tmp_path / "whole", progress=False)
     out, state = tmp_path / "cut", tmp_path / "cut/state/embedded-layernorm.safetensors"
     for _ in range(2):
-        process, before = launch(out), state.stat().st_mtime_ns if state.exists() else 0
-        while process.poll() is None and (not state.exists() or state.stat().st_mtime_ns == before):
-            time.sleep(0.01)
+        process, before = Forked(code, out), state.stat().st_mtime_ns if state.exists() else 0
+        process.until(lambda before=before: state.exists() and state.stat().st_mtime_ns != before)
         time.sleep(0.15)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        assert process.ended().returncode == -signal.SIGKILL
     assert not (out / "angles.parquet").exists()
-    assert launch(out).wait(timeout=300) == 0
+    Forked(code, out).done()
     assert_same(outcome(tmp_path / "whole"), outcome(out))
 
 

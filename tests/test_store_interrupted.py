@@ -5,14 +5,13 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from stores import CONTEXT, N, captured, content, unfinished
 
 from normgeo import HiddenStateStore, stream
@@ -55,7 +54,6 @@ def test_an_interrupted_capture_is_resumed_bit_identically(home, tmp_path, monke
 CODE = """
 import os, sys, time
 from pathlib import Path
-import torch; torch.set_num_threads(1)
 from normgeo.store import capture
 from normgeo.angles import runs
 from normgeo.angles.runs import RunConfig
@@ -70,40 +68,26 @@ go(out, progress=False)
 """
 
 
-def launch(home, out, slow=0.0):
-    return subprocess.Popen([sys.executable, "-c", CODE, str(home), str(out), str(slow)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
-def finished(process):
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err.decode()
-
-
 def kill_at_work(home, out, until, moment):
     """Kill a capture `moment` seconds after `until` of its rows are complete; it must still have been at work."""
-    process = launch(home, out, slow=0.01)
-    deadline = time.monotonic() + 200
-    while len(list((out / "commits").glob("*.json"))) < until and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    process = Forked(CODE, home, out, 0.01)
+    process.until(lambda: len(list((out / "commits").glob("*.json"))) >= until)
     time.sleep(moment)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+    process.kill()
+    assert process.ended().returncode == -signal.SIGKILL, "it was done before it was killed"
 
 
 def test_killed_processes_lose_nothing(home, tmp_path):
     """ROUNDS and ROWS in the environment make it as long as one likes."""
     rounds, texts = int(os.environ.get("ROUNDS", 2)), int(os.environ.get("ROWS", 600))
     np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (texts, CONTEXT)))
-    finished(launch(home, tmp_path / "whole"))
+    Forked(CODE, home, tmp_path / "whole", 0.0).done()
     rows, rng, complete = HiddenStateStore(tmp_path / "whole").layout.rows, random.Random(rounds), 0
     for _ in range(rounds):
         complete += rng.randint(0, rows // (rounds + 1))  # of the last share of the rows, none
         kill_at_work(home, tmp_path / "cut", complete, rng.uniform(0.0, 0.05))
     assert len(HiddenStateStore(tmp_path / "cut").committed) < rows
-    finished(launch(home, tmp_path / "cut"))
+    Forked(CODE, home, tmp_path / "cut", 0.0).done()
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert verify(tmp_path / "cut")[1] == []
 

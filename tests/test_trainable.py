@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers as hf
+from forked import free_port
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -222,12 +223,7 @@ def rank(number, port, out):
 
 def test_two_ranks_give_the_same(tmp_path):
     """Pre-LN and both training forms under two processes: one curve; plain converted weights leave it."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(rank, args=(port, str(tmp_path / "out.pt")), nprocs=2)
+    mp.start_processes(rank, (free_port(), str(tmp_path / "out.pt")), nprocs=2, start_method="forkserver")
     found = torch.load(tmp_path / "out.pt", weights_only=True)
 
     def far(form):

@@ -1,12 +1,11 @@
 """`normgeo train`: the command, killed and resumed, on one process and on two."""
 
 import json
+import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,8 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from training_zoo import articles, command, environment, small, stopping
+from forked import NORMGEO, Forked, ranks
+from training_zoo import articles, command, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens
 from normgeo.errors import NormGeoError
@@ -32,19 +32,14 @@ HERE = Path(__file__).parent
 def test_a_killed_command_is_resumed(tmp_path):
     articles(tmp_path)
     steps = ("--norm", "rmsnorm", "--steps", 24)
-    killed = subprocess.Popen(command(tmp_path, "killed", *steps), env=environment(), stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("killed/rmsnorm/state-*")):
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed = Forked(NORMGEO, *command(tmp_path, "killed", *steps))
+    killed.until(lambda: list(tmp_path.glob("killed/rmsnorm/state-*")))
+    killed.kill()
+    assert killed.ended().returncode == -signal.SIGKILL
     done = int(latest_state(tmp_path / "killed/rmsnorm").name.removeprefix("state-"))
     assert done < 24
-    resume = [sys.executable, "-m", "normgeo", "train", "--resume", str(tmp_path / "killed")]
-    for words in (resume, command(tmp_path, "whole", *steps)):
-        subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=300)
+    Forked(NORMGEO, "train", "--resume", tmp_path / "killed").done()
+    Forked(NORMGEO, *command(tmp_path, "whole", *steps)).done()
     curves = [pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("killed", "whole")]
     assert len(curves[0]) == 24
     assert curves[0].equals(curves[1])
@@ -55,7 +50,7 @@ def test_a_killed_command_is_resumed(tmp_path):
 def test_the_command_trains_saves_reloads_and_measures(tmp_path, normgeo, monkeypatch):
     articles(tmp_path)
     monkeypatch.setitem(SIZES, "tiny", small(steps=8))
-    words = command(tmp_path, "twins")[3:]
+    words = command(tmp_path, "twins")
     status, out, _ = normgeo(*words)
     assert not status
     assert "rmsnorm: " in out.replace("\n", "")
@@ -87,7 +82,7 @@ def test_another_text_is_not_resumed(tmp_path, normgeo):
     articles(tmp_path)
     (tmp_path / "held-out.jsonl").write_text('{"text": "Some words of an article that is left out, and is long."}\n')
     words = ("--norm", "rmsnorm", "--steps", 2, "--exclude", tmp_path / "held-out.jsonl")
-    assert not normgeo(*command(tmp_path, "twins", *words)[3:])[0]
+    assert not normgeo(*command(tmp_path, "twins", *words))[0]
     record = json.loads((tmp_path / "twins/train.json").read_text())
     (tmp_path / "twins/train.json").write_text(json.dumps(record | {"status": "running"}))
     for name, key in (("held-out", "exclude_sha256"), ("text", "data_sha256")):
@@ -107,7 +102,7 @@ def stopped(tmp_path, normgeo, monkeypatch):
     articles(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(training, "save_state", stopping(training.save_state, at=2))
-        assert normgeo(*command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 4)[3:])[0] == 130
+        assert normgeo(*command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 4))[0] == 130
     return tmp_path / "run"
 
 
@@ -130,20 +125,19 @@ def test_another_tokenizer_of_the_same_size_is_not_resumed(stopped, normgeo):
 
 
 def test_one_process_at_a_time_trains_in_a_directory(stopped, normgeo, tmp_path):
-    holding = (
-        f"import sys; from pathlib import Path; from normgeo.system.files import alone\n"
-        f"with alone(Path({str(stopped)!r})): print('in', flush=True); sys.stdin.read()"
+    other = Forked(
+        "import sys, time; from pathlib import Path; from normgeo.system.files import alone\n"
+        "with alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(300)",
+        stopped,
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
-    ) as other:
-        assert other.stdout.readline() == b"in\n"
-        before = sorted(stopped.rglob("*"))
-        status, _, error = normgeo("train", "--resume", stopped)
-        assert status == 1
-        assert error == f"error: another process writes {stopped}; wait for it to end, or stop it first"
-        assert sorted(stopped.rglob("*")) == before
-        other.kill()
+    other.until(lambda: other.stdout)
+    before = sorted(stopped.rglob("*"))
+    status, _, error = normgeo("train", "--resume", stopped)
+    assert status == 1
+    assert error == f"error: another process writes {stopped}; wait for it to end, or stop it first"
+    assert sorted(stopped.rglob("*")) == before
+    other.kill()
+    other.ended()
     assert not normgeo("train", "--resume", stopped)[0]
 
 
@@ -185,7 +179,7 @@ def test_records_of_another_version_are_one_line(part, stopped, normgeo):
 
 def test_relative_data_are_found_from_another_directory(tmp_path, normgeo, monkeypatch):
     articles(tmp_path)
-    words = command(Path(), "run", "--norm", "rmsnorm", "--steps", 4)[3:]
+    words = command(Path(), "run", "--norm", "rmsnorm", "--steps", 4)
     assert "text.jsonl" in words
     with monkeypatch.context() as patch:
         patch.setattr(training, "save_state", stopping(training.save_state, at=2))
@@ -202,7 +196,7 @@ def test_relative_data_are_found_from_another_directory(tmp_path, normgeo, monke
 def test_a_start_that_fails_leaves_the_directory_that_was_there(tmp_path, normgeo, monkeypatch):
     articles(tmp_path)
     (tmp_path / "mine").mkdir()
-    words = command(tmp_path, "mine", "--save-every", 100, "--lr", 1e30, "--warmup", 0)[3:]
+    words = command(tmp_path, "mine", "--save-every", 100, "--lr", 1e30, "--warmup", 0)
     words[words.index(str(tmp_path / "mine"))] = "."
     monkeypatch.chdir(tmp_path / "mine")
     status, _, error = normgeo(*words)
@@ -213,10 +207,10 @@ def test_a_start_that_fails_leaves_the_directory_that_was_there(tmp_path, normge
 
 def test_small_rates_are_shown(tmp_path, normgeo):
     articles(tmp_path)
-    words = command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 2, "--lr", 3e-6)[3:]
+    words = command(tmp_path, "run", "--norm", "rmsnorm", "--steps", 2, "--lr", 3e-6)
     assert "'lr': 3e-06" in normgeo(*words, "--warmup", 1, "--evaluate-every", 1)[2]
-    assert "the rate never comes to" not in normgeo(*command(tmp_path, "long", "--steps", 2)[3:])[2]
-    said = normgeo(*command(tmp_path, "short", "--steps", 1)[3:])[2]
+    assert "the rate never comes to" not in normgeo(*command(tmp_path, "long", "--steps", 2))[2]
+    said = normgeo(*command(tmp_path, "short", "--steps", 1))[2]
     assert "the warm-up takes 2 steps and the training 1" in " ".join(said.split())
 
 
@@ -234,7 +228,7 @@ def test_small_rates_are_shown(tmp_path, normgeo):
 )
 def test_a_start_that_fails_leaves_nothing(words, says, tmp_path, normgeo):
     articles(tmp_path)
-    status, _, error = normgeo(*command(tmp_path, "twins", "--save-every", 100, *words)[3:])
+    status, _, error = normgeo(*command(tmp_path, "twins", "--save-every", 100, *words))
     assert status == 1
     assert says in " ".join(error.split())
     assert not (tmp_path / "twins").exists()
@@ -316,33 +310,26 @@ def test_what_would_be_ignored_is_refused(words, says, tmp_path, normgeo):
 
 def test_two_processes_train_one_model(tmp_path):
     articles(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    torchrun += ["--master-port", port]
     words = command(tmp_path, "two", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0", "--accumulate", 2)
-    subprocess.run([*torchrun, *words[1:]], env=environment(), check=True, capture_output=True, timeout=300)
-    one = command(tmp_path, "one", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0")
-    subprocess.run(one, env=environment(), check=True, capture_output=True, timeout=300)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    alone = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, "-m", "normgeo", *words], env=alone, check=True, capture_output=True, timeout=300)
+    Forked(NORMGEO, *command(tmp_path, "one", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0")).done()
     a, b = (pd.read_parquet(tmp_path / name / "pre-rmsnorm/curve/curve.parquet") for name in ("one", "two"))
     np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-5)
     np.testing.assert_allclose(a.gradient_norm, b.gradient_norm, rtol=1e-3)
-
-
-SHARDED = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", HERE / "shards.py"]
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_two_processes_share_a_models_parameters(norm, tmp_path, normgeo, monkeypatch):
     articles(tmp_path)
     options = ("--norm", norm, "--steps", 6, "--dropout", "0.0", "--evaluate-every", 3)
-    one, two = (command(tmp_path, name, *options)[3:] for name in ("one", "two"))
+    one, two = (command(tmp_path, name, *options) for name in ("one", "two"))
     with monkeypatch.context() as patch:  # what one process began, two finish
         patch.setattr(training, "save_state", stopping(training.save_state, at=2))
         assert normgeo(*two)[0] == 130
-    resume = ["train", "--resume", tmp_path / "two"]
-    subprocess.run([*SHARDED, *resume], env=environment(), check=True, capture_output=True, timeout=300)
+    for process in ranks(HERE / "shards.py", "train", "--resume", tmp_path / "two"):
+        process.done()
     assert not normgeo(*one)[0]
     a, b = (pd.read_parquet(tmp_path / name / norm / "curve/curve.parquet") for name in ("one", "two"))
     for column in a:
@@ -357,12 +344,10 @@ def test_two_processes_share_a_models_parameters(norm, tmp_path, normgeo, monkey
 @pytest.mark.parametrize(("norm", "version", "says"), [("rmsnorm", "1", "FSDP 2"), ("pre-rmsnorm", "2", "torchrun")])
 def test_what_cannot_be_shared_is_refused(norm, version, says, tmp_path):
     articles(tmp_path)
-    words = command(tmp_path, "two", "--norm", norm, "--steps", 2)[3:]
-    ran = subprocess.run(
-        [*SHARDED, *words], env=environment() | {"VERSION": version}, capture_output=True, timeout=300, text=True
-    )
-    assert ran.returncode
-    assert says in " ".join(ran.stderr.split())
+    words = command(tmp_path, "two", "--norm", norm, "--steps", 2)
+    for process in ranks(HERE / "shards.py", *words, VERSION=version):
+        assert process.ended().returncode
+        assert says in " ".join(process.stderr.split())
     assert not list(tmp_path.glob("two/*/state-*"))
 
 
@@ -370,7 +355,7 @@ def test_tensorboard_has_every_step_once(tmp_path, normgeo, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     articles(tmp_path)
-    words = command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 6, "--tensorboard")[3:]
+    words = command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 6, "--tensorboard")
     with monkeypatch.context() as patch:
         patch.setattr(training, "save_state", stopping(training.save_state, at=3))
         assert normgeo(*words)[0] == 130  # at step 6, which is logged and not saved
@@ -391,5 +376,5 @@ def test_tensorboard_has_every_step_once(tmp_path, normgeo, monkeypatch):
 
 def test_without_the_option_nothing_is_logged(tmp_path, normgeo):
     articles(tmp_path)
-    assert not normgeo(*command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 2)[3:])[0]
+    assert not normgeo(*command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 2))[0]
     assert not (tmp_path / "twins/rmsnorm/tensorboard").exists()

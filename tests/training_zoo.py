@@ -1,9 +1,6 @@
-"""What the tests of training share: a recipe of seconds, ids with a pattern, articles, and the command."""
+"""What the tests of training share: a recipe of seconds, ids with a pattern, articles, and the words of the command."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +9,6 @@ from normgeo.training import train as training
 from normgeo.training.corpus import Shuffled
 from normgeo.training.recipe import recipe_for
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"layers": 1, "d": 32, "heads": 2, "context": 16, "batch": 4, "warmup": 2, "precision": "no"}
 
 
@@ -54,8 +50,4 @@ def command(folder, out, *more):
         "--vocabulary", 300, "--context", 16, "--batch", 4, "--warmup", 2, "--checkpoint-every", 4, "--save-every", 2,
         "--precision", "no", "--device", "cpu", "--evaluate-every", 100, *more,
     ]  # fmt: skip
-    return [sys.executable, "-m", "normgeo", *map(str, words)]
-
-
-def environment():
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return list(map(str, words))
