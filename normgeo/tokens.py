@@ -280,6 +280,8 @@ def _parquet_texts(path: Path) -> Iterator[str]:
             if "text" not in file.schema_arrow.names:
                 raise DataError(f'{path} has no column "text"; its columns are {file.schema_arrow.names}')
             kind = file.schema_arrow.field("text").type
+            if pa.types.is_dictionary(kind):  # what pandas calls a category
+                kind = kind.value_type
             if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):  # null where there is no row
                 raise DataError(f'the column "text" of {path} should hold strings, and holds {kind}')
             for batch in file.iter_batches(batch_size=256, columns=["text"]):

@@ -312,6 +312,13 @@ def test_a_mark_of_the_byte_order_is_no_text(tmp_path, tokenizer, suffix):
     assert found == expected
 
 
+def test_what_pandas_calls_categories_are_texts_too(tmp_path, tokenizer):
+    path = write(tmp_path, ".parquet")
+    plain, _ = everything(load_tokens(path, tokenizer, 8))
+    pq.write_table(pa.table({"text": pa.array(TEXTS).dictionary_encode()}), path)
+    assert np.array_equal(everything(load_tokens(path, tokenizer, 8))[0], plain)
+
+
 def test_parquet_without_text_or_of_another_type_or_format_is_refused(tmp_path, tokenizer):
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"body": TEXTS}), path)
