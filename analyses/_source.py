@@ -12,9 +12,9 @@ import pandas as pd
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
+from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError, RunError
 from normgeo.loading import load_model, load_tokenizer
-from normgeo.models import EMBEDDED
 from normgeo.tokens import load_tokens
 
 ScalarStores = dict[str, ScalarStore]

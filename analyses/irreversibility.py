@@ -24,9 +24,9 @@ from torch.nn.functional import normalize
 
 from analyses import _axes, _source
 from normgeo import figures
+from normgeo.cards import EMBEDDED
 from normgeo.geometry import standardize
 from normgeo.loading import label_of, load_model, load_tokenizer
-from normgeo.models import EMBEDDED
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch, load_tokens

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analyses import _axes
 from normgeo import figures
-from normgeo.models import TABLE_1
+from normgeo.cards import TABLE_1
 
 
 def compute() -> pd.DataFrame:

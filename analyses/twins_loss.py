@@ -12,7 +12,7 @@ import pandas as pd
 
 from analyses import _axes
 from normgeo import figures
-from normgeo.models import EMBEDDED
+from normgeo.cards import EMBEDDED
 
 
 def compute() -> pd.DataFrame:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from analyses import _axes
 from normgeo import figures
-from normgeo.models import EMBEDDED
+from normgeo.cards import EMBEDDED
 from normgeo.training.recipe import SIZES, Recipe, is_kept, learning_rate
 from normgeo.training.twins import build_twin
 

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import EMBEDDED, TABLE_1, TwinConfig, TwinLMHeadModel, out_of_memory
+from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory
 
 __all__ = [
     "UNLOADABLE",

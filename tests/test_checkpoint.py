@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from normgeo import compare, convert, decompress, find_sites, load_model, optimize
+from normgeo.cards import EMBEDDED
 from normgeo.cli.main import app
 from normgeo.conversion import checkpoint
 from normgeo.conversion.checkpoint import save
@@ -25,7 +26,6 @@ from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, DataError, ModelError, NormGeoError, RunError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
-from normgeo.models import EMBEDDED
 
 LOADER = """
 import json, os, sys

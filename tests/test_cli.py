@@ -17,7 +17,9 @@ import transformers as hf
 from stores import unfinished
 from zoo import tiny
 
-from normgeo import find_sites, models
+from normgeo import find_sites
+from normgeo.cards import TABLE_1
+from normgeo.errors import ModelError
 
 
 def saved(name, where=None, **changes):
@@ -52,8 +54,18 @@ def test_names_are_printed_and_drawn_as_they_are(normgeo):
 def test_models_lists_table_1_and_the_pair(normgeo):
     status, out, _ = normgeo("models")
     assert status == 0
-    assert all(card.hub_id in out for card in models.TABLE_1)
+    assert all(card.hub_id in out for card in TABLE_1)
     assert "embedded-rmsnorm" in out
+
+
+def test_the_list_of_models_comes_at_once():
+    """torch and transformers take seconds to load."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import normgeo.cli.main as m; m.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "openai-community/gpt2-xl" in done.stdout
 
 
 def test_default_directories_do_not_collide(normgeo, tmp_path):
@@ -181,7 +193,7 @@ def test_a_few_tokens_take_no_more_room_than_they_need(normgeo, tmp_path):
 
 
 def test_debug_shows_the_traceback(normgeo):
-    with pytest.raises(models.ModelError):
+    with pytest.raises(ModelError):
         normgeo("angles", "nowhere/model", "--debug")
 
 
@@ -296,7 +308,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
 def test_an_interrupt_while_libraries_are_loaded_ends_without_a_word():
     """These cannot be interrupted halfway; nothing is begun yet."""
     code = (
-        "import os, signal, sys, normgeo.cli.main as m; sys.argv = ['normgeo', 'models']\n"
+        "import os, signal, sys, normgeo.cli.main as m; sys.argv = ['normgeo', 'angles']\n"
         "class Loading:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'normgeo.models': os.kill(os.getpid(), signal.SIGINT)\n"

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 import torch
 
-from normgeo import models
 from normgeo.angles.measure import measure_angles
 from normgeo.bench import training as training_bench
 from normgeo.bench.inference import summary as inference_summary
 from normgeo.bench.norms import NORMS, norm_summary
+from normgeo.cards import TABLE_1
 from normgeo.cli import angles as angles_command
 from normgeo.cli import bench as bench_command
 
@@ -52,7 +52,7 @@ def test_the_most_vectors_that_were_left_out_are_said(tiny, ids, capsys, tmp_pat
 
 def test_models_are_listed_with_their_sizes(printed):
     rows = {cells[1]: cells for cells in printed(angles_command.models) if len(cells) == 8}
-    for card in models.TABLE_1:
+    for card in TABLE_1:
         size, memory = f"{card.parameters / 1e9:.2f}B", f"{2 * card.parameters / 1e9:.1f} GB"
         width = [str(card.d), str(card.layers), card.norm]
         assert rows[card.hub_id] == [card.name, card.hub_id, card.revision[:10], *width, size, memory]

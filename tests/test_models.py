@@ -9,11 +9,12 @@ from transformers import RobertaConfig, RobertaModel
 from zoo import CONFIGS, tiny
 
 from normgeo import convert, load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo.cards import ASSETS, EMBEDDED, TABLE_1
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs, max_context, several_inputs
 from normgeo.loading import explained
-from normgeo.models import ASSETS, EMBEDDED, TABLE_1, base_model, tokenizer_digest, weights_digest
+from normgeo.models import base_model, tokenizer_digest, weights_digest
 from normgeo.tokens import SAMPLE
 from normgeo.training.train import evaluate
 

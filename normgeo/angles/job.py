@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
+from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import HUB, name_of
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import EMBEDDED, pick_dtype, tokenizer_digest, usable_device, weights_digest
+from normgeo.models import pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.files import unreadable

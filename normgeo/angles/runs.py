@@ -28,9 +28,9 @@ from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
+from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import label_of
-from normgeo.models import EMBEDDED
 from normgeo.stream import stream
 from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole
 from normgeo.system.progress import progress_bar

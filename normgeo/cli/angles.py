@@ -157,7 +157,7 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
 @app.command()
 def models() -> None:
     """List the models of Geometry table 1 and the embedded pair."""
-    from normgeo.models import EMBEDDED, TABLE_1
+    from normgeo.cards import EMBEDDED, TABLE_1
 
     table = Table("model", "hub id", "revision", "d", "layers", "norm", "parameters", "memory (16 bit)", box=SIMPLE)
     for card in TABLE_1:

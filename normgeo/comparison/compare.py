@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.angles.job import counted
 from normgeo.angles.measure import measure_angles
+from normgeo.cards import EMBEDDED
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.outputs import agreements
 from normgeo.conversion.convert import convert, decompress
@@ -30,7 +31,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import EMBEDDED, on_cpu, pick_dtype, usable_device, weights_digest
+from normgeo.models import on_cpu, pick_dtype, usable_device, weights_digest
 from normgeo.sites import evaluating, find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, taken, whole_directory
