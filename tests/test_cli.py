@@ -11,13 +11,14 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers as hf
 from stores import unfinished
 from zoo import tiny
 
-from normgeo import find_sites
+from normgeo import AngleTable, find_sites
 from normgeo.cards import TABLE_1
 from normgeo.errors import ModelError
 
@@ -66,6 +67,22 @@ def test_the_list_of_models_comes_at_once():
     done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "openai-community/gpt2-xl" in done.stdout
+
+
+def test_several_models_are_measured_in_one_run(normgeo, tmp_path, no_figures):
+    names, options = [saved("gpt2"), saved("llama"), saved("opt")], ("--data", "ids.npy", "--null", 4)
+    status, _, said = normgeo("angles", *names, "nowhere", *options, "--out", "all")
+    assert (status, "cannot load the model 'nowhere'" in said) == (1, True)
+    status, out, _ = normgeo("angles", *names, *options)
+    assert status == 0
+    (folder,) = (tmp_path / "runs").glob("gpt2-and-2-more-*")
+    assert all(name in out for name in names)
+    assert normgeo("angles", names[1], *options, "--out", "one")[0] == 0
+    frame, alone = (AngleTable.load(path).frame for path in (folder, tmp_path / "one"))
+    assert frame.model.unique().tolist() == names
+    pd.testing.assert_frame_equal(frame[frame.model == names[1]].reset_index(drop=True), alone)
+    status, _, said = normgeo("angles", names[0], Path(names[0]).absolute(), *options)
+    assert (status, "two models of the run would be called 'gpt2'" in said) == (1, True)
 
 
 def test_default_directories_do_not_collide(normgeo, tmp_path):
@@ -274,7 +291,7 @@ def test_commands_of_the_store(normgeo, home, tmp_path):
             ("capture", home / "gpt2", "--resume", "s", "--tokens", 3, "--dtype", "float16"),
             "leave out MODEL, --tokens, --dtype: beside --resume only --trust-remote-code may be given",
         ),
-        (("angles", home / "gpt2", "--store", "s"), "leave out MODEL: beside --store only --null, "),
+        (("angles", home / "gpt2", "--store", "s"), "leave out MODELS: beside --store only --null, "),
         (("angles", "--store", "s", "--batch", 8, "--qk"), "leave out --batch, --qk: beside --store only --null, "),
         (("angles", "--resume", "a", "--tokens", 3), "leave out --tokens: beside --resume"),
         (("train", "--resume", "a", "--lr", 3), "leave out --lr: beside --resume only --tensorboard may be given"),

@@ -42,6 +42,7 @@ __all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
 def default_stem(models: tuple[str, ...]) -> Path:
     """`runs/<model>-<date>`, for `claimed`."""
     name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
+    name += f"-and-{len(models) - 1}-more" if name != "embedded" and len(models) > 1 else ""
     return Path("runs") / f"{name}-{datetime.date.today()}"
 
 
@@ -145,6 +146,7 @@ def _execute(
             write_json(out / "run.json", record)
             statistics = _measure(config, job, out, announce, progress)
         tables.append(AngleTable.from_statistics(statistics, job.label))
+        del job, statistics  # of a model at a time there is room for the parameters
     table = AngleTable.concatenated(tables)
     with disk_explained(out):
         write_results(table, out, record["models"].values())

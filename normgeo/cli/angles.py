@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @app.command(cls=Knowing)
 def angles(
-    model: Annotated[str | None, typer.Argument(help="Hub id or local directory; default: the embedded pair.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Hub ids or local directories; default: the embedded pair.", metavar="MODEL"),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="sample, wikipedia, openwebtext, or a path: .jsonl, .parquet or .txt of text, .npy of ids."),
@@ -99,9 +102,9 @@ def angles(
             frame = runs.resume_run(resume, **options).frame if steps is None else steps
         _summary(frame, resume)
         return
-    if model and checkpoints:
-        raise NormGeoError(f"give a model or --checkpoints, not both: {model}, {checkpoints}")
-    names = (model,) if model else () if checkpoints else runs.RunConfig().models
+    if models and checkpoints:
+        raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
+    names = tuple(models) if models else () if checkpoints else runs.RunConfig().models
     drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
         names, data=data, tokens=tokens, context=context, batch=batch, dtype=dtype, device=device,
