@@ -184,21 +184,31 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
             yield (f"{label}: {name}" if place.any() else label), own
 
 
-def _role_lines(axes: Axes, part: pd.DataFrame, value: str, other: str | None = None) -> None:
+def _styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """What the line of each role looks like: the same in every model, of which some have roles that others lack."""
+    palette, markers = sns.color_palette("colorblind"), "os^Dv<>pPX*h"
+    parts = (part for _, part in rows.groupby("model", sort=False))
+    labels = dict.fromkeys(label for part in parts for label, _ in series(part))
+    return {
+        label: {"marker": markers[k % 12], "linewidth": 1, "color": palette[k % 10]} for k, label in enumerate(labels)
+    }
+
+
+def _role_lines(
+    axes: Axes, part: pd.DataFrame, styles: dict[str, dict[str, Any]], value: str, other: str | None = None
+) -> None:
     """A line for each role; broken ones of `other`, where it is known."""
-    palette = sns.color_palette("colorblind")
-    markers = "os^Dv<>pPX*h"
-    for k, (label, rows) in enumerate(series(part)):
-        style: dict[str, Any] = {"marker": markers[k % 12], "linewidth": 1, "color": palette[k % 10]}
-        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **style)
+    for label, rows in series(part):
+        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **styles[label])
         if other in rows:
-            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **style)
+            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **styles[label])
 
 
 @styled
 def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
+    styles = _styles(pre[pre.direction == "uniform"])
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     for axes, _, part in panels:
         null = part[part.direction == "null"]
@@ -211,7 +221,7 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     of.layer, of[column], color=greys.get(d, "0.5"), linewidth=1, linestyle=line,
                     marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
                 )  # fmt: skip
-        _role_lines(axes, part[part.direction == "uniform"], "energy_share")
+        _role_lines(axes, part[part.direction == "uniform"], styles, "energy_share")
     legend(figure)
     return figure
 
@@ -252,7 +262,7 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
-        _role_lines(axes, part, "mean_norm", "rest_norm")
+        _role_lines(axes, part, _styles(pre), "mean_norm", "rest_norm")
         if "rest_norm" in part:
             axes.plot([], [], "--", color="0.3", linewidth=1, label="the same without first positions and BOS")
     legend(figure)
@@ -265,7 +275,7 @@ def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
-        _role_lines(axes, part, "rotation_deg")
+        _role_lines(axes, part, _styles(rows), "rotation_deg")
     legend(figure)
     return figure
 

@@ -44,6 +44,19 @@ def test_models_share_a_figure_with_a_panel_each(tables, kind):
         assert drawn(figure) == len(titles)
 
 
+@pytest.mark.parametrize("kind", ["energy", "norms", "rotation"])
+def test_a_role_looks_the_same_in_all_models_and_as_no_other_in_any(tables, kind):
+    table = AngleTable.concatenated([tables[name] for name in ("gpt2", "bert", "gptj", "gemma2", "t5")])
+    looks = {}
+    for line in [
+        line for axes in table.plot(kind).axes for line in axes.lines if line.get_marker() not in ("None", "_")
+    ]:
+        looks.setdefault((str(line.get_color()), line.get_marker()), set()).add(line.get_label())
+    named = [[label for label in labels if not label.startswith("_")] for labels in looks.values()]
+    assert all(len(labels) == 1 for labels in named), looks
+    assert len({label for (label,) in named}) == len(named) > 4
+
+
 def test_angles_are_of_one_model(tables):
     with pytest.raises(DataError, match="name one of the models"):
         tables["pair"].plot("angles")
