@@ -50,6 +50,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
     models = list(frame.model.unique())
     figure, grid = _axes.grid(2, models)
+    looks = figures.styles(frame[frame.phase == "pre"])
     rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile of its mean angle", None)}
     for row, (value, (label, bound)) in zip(grid, rows.items(), strict=True):
         row[0].set_ylabel(label)
@@ -66,9 +67,8 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 )
             part = frame[frame.model == model]
             after = part[part.phase == "post"].set_index("site")
-            for k, (name, pre) in enumerate(series(part[part.phase == "pre"])):
-                style = {"color": _axes.PALETTE[k % 10], "marker": "osD^v<>pPX"[k % 10], "markersize": 3.5,
-                         "linewidth": 1, "zorder": 3}  # fmt: skip
+            for name, pre in series(part[part.phase == "pre"]):
+                style = looks[name] | {"markersize": 3.5, "zorder": 3}
                 post = after.loc[pre.site]
                 axes.plot(pre.layer, pre[value], label=name, **style)
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "draw", "legend", "plain", "save", "styled"]
+__all__ = ["KINDS", "draw", "legend", "plain", "save", "series", "styled", "styles"]
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -184,7 +184,7 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
             yield (f"{label}: {name}" if place.any() else label), own
 
 
-def _styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+def styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """What the line of each role looks like: the same in every model, of which some have roles that others lack."""
     palette, markers = sns.color_palette("colorblind"), "os^Dv<>pPX*h"
     parts = (part for _, part in rows.groupby("model", sort=False))
@@ -195,20 +195,20 @@ def _styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def _role_lines(
-    axes: Axes, part: pd.DataFrame, styles: dict[str, dict[str, Any]], value: str, other: str | None = None
+    axes: Axes, part: pd.DataFrame, looks: dict[str, dict[str, Any]], value: str, other: str | None = None
 ) -> None:
     """A line for each role; broken ones of `other`, where it is known."""
     for label, rows in series(part):
-        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **styles[label])
+        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **looks[label])
         if other in rows:
-            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **styles[label])
+            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **looks[label])
 
 
 @styled
 def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
-    styles = _styles(pre[pre.direction == "uniform"])
+    looks = styles(pre[pre.direction == "uniform"])
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     for axes, _, part in panels:
         null = part[part.direction == "null"]
@@ -221,7 +221,7 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     of.layer, of[column], color=greys.get(d, "0.5"), linewidth=1, linestyle=line,
                     marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
                 )  # fmt: skip
-        _role_lines(axes, part[part.direction == "uniform"], styles, "energy_share")
+        _role_lines(axes, part[part.direction == "uniform"], looks, "energy_share")
     legend(figure)
     return figure
 
@@ -262,7 +262,7 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
-        _role_lines(axes, part, _styles(pre), "mean_norm", "rest_norm")
+        _role_lines(axes, part, styles(pre), "mean_norm", "rest_norm")
         if "rest_norm" in part:
             axes.plot([], [], "--", color="0.3", linewidth=1, label="the same without first positions and BOS")
     legend(figure)
@@ -275,7 +275,7 @@ def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
-        _role_lines(axes, part, _styles(rows), "rotation_deg")
+        _role_lines(axes, part, styles(rows), "rotation_deg")
     legend(figure)
     return figure
 
