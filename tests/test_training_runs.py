@@ -31,19 +31,19 @@ HERE = Path(__file__).parent
 
 def test_a_killed_command_is_resumed(tmp_path):
     articles(tmp_path)
-    steps = ("--norm", "rmsnorm", "--steps", 24)
+    steps = ("--norm", "rmsnorm", "--steps", 12)
     killed = Forked(NORMGEO, *command(tmp_path, "killed", *steps))
     killed.until(lambda: list(tmp_path.glob("killed/rmsnorm/state-*")))
     killed.kill()
     assert killed.ended().returncode == -signal.SIGKILL
     done = int(latest_state(tmp_path / "killed/rmsnorm").name.removeprefix("state-"))
-    assert done < 24
+    assert done < 12
     Forked(NORMGEO, "train", "--resume", tmp_path / "killed").done()
     Forked(NORMGEO, *command(tmp_path, "whole", *steps)).done()
     curves = [pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("killed", "whole")]
-    assert len(curves[0]) == 24
+    assert len(curves[0]) == 12
     assert curves[0].equals(curves[1])
-    last = "rmsnorm/checkpoints/step-00000024/model.safetensors"
+    last = "rmsnorm/checkpoints/step-00000012/model.safetensors"
     assert (tmp_path / "killed" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
