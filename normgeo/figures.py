@@ -260,9 +260,10 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     Over all tokens and, where `with_rest` has it, without first positions and BOS, which may be far longer than others.
     """
     pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
+    looks = styles(pre)
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
-        _role_lines(axes, part, styles(pre), "mean_norm", "rest_norm")
+        _role_lines(axes, part, looks, "mean_norm", "rest_norm")
         if "rest_norm" in part:
             axes.plot([], [], "--", color="0.3", linewidth=1, label="the same without first positions and BOS")
     legend(figure)
@@ -273,9 +274,10 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
     rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
+    looks = styles(rows)
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
-        _role_lines(axes, part, styles(rows), "rotation_deg")
+        _role_lines(axes, part, looks, "rotation_deg")
     legend(figure)
     return figure
 

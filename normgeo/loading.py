@@ -25,6 +25,7 @@ from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory
 
 __all__ = [
     "UNLOADABLE",
+    "check_there",
     "commit_of",
     "config_and_class",
     "explained",
@@ -104,6 +105,19 @@ def load_model(
         if out_of_memory(error):
             raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
         raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def check_there(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> None:
+    """See that there is a model of this name, without loading its weights.
+
+    Raises:
+        ModelError: there is none, or its configuration is one that cannot be loaded.
+    """
+    path, options = whence(name, revision)
+    try:
+        config_and_class(path, options, trust_remote_code)
+    except UNLOADABLE as error:
+        raise explained(str(name), error) from error
 
 
 def _tells(cls: Any) -> bool:

@@ -73,6 +73,7 @@ def test_several_models_are_measured_in_one_run(normgeo, tmp_path, no_figures):
     names, options = [saved("gpt2"), saved("llama"), saved("opt")], ("--data", "ids.npy", "--null", 4)
     status, _, said = normgeo("angles", *names, "nowhere", *options, "--out", "all")
     assert (status, "cannot load the model 'nowhere'" in said) == (1, True)
+    assert not (tmp_path / "all").exists()  # what is measured before it, nothing would finish
     status, out, _ = normgeo("angles", *names, *options)
     assert status == 0
     (folder,) = (tmp_path / "runs").glob("gpt2-and-2-more-*")

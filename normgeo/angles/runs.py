@@ -30,7 +30,7 @@ from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
-from normgeo.loading import label_of
+from normgeo.loading import check_there, label_of
 from normgeo.stream import stream
 from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole
 from normgeo.system.progress import progress_bar
@@ -55,6 +55,8 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
     """
     check_folder(out)
     _check_labels(config)
+    for name in config.models[1:]:  # else it would be said after all before it were measured, which nothing finishes
+        check_there(name, config.revision, config.trust_remote_code)
     with alone(out):
         _check_free(out)
         try:
