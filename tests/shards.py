@@ -4,11 +4,13 @@ accelerate shards on GPUs alone, so that it has to be told that it does here; to
 """
 
 import os
+import time
 
 import accelerate
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from normgeo.cli.main import main
+from normgeo.training import runs
 
 
 def sharding(begin):
@@ -23,6 +25,18 @@ def sharding(begin):
     return begun
 
 
+def late(load):
+    """The second process reads its tokenizer when the first would have failed, and removed it, long ago."""
+
+    def loaded(name):
+        time.sleep(2 * (os.environ["RANK"] == "1"))
+        return load(name)
+
+    return loaded
+
+
 if __name__ == "__main__":
+    if "VERSION" in os.environ:
+        runs.load_tokenizer = late(runs.load_tokenizer)
     accelerate.Accelerator.__init__ = sharding(accelerate.Accelerator.__init__)
     main()

@@ -129,6 +129,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
             state.wait_for_everyone()
             if given.tokenizer is not None:  # as a resumed run reads it, which notes where it comes from
                 given = given._replace(tokenizer=load_tokenizer(out / "tokenizer"))
+            state.wait_for_everyone()  # what fails now may be removed while others are still about to read it
             return _train_all(config, recipe, out, record, given, **options)
         except NormGeoError as error:
             again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
