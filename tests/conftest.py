@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import zoo
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 _jaxtyped = jaxtyping.jaxtyped
 
@@ -183,6 +184,14 @@ def journal(monkeypatch):
     for name in ("link", "rename", "replace"):
         monkeypatch.setattr(os, name, naming(getattr(os, name)))
     return done
+
+
+@pytest.fixture(autouse=True)
+def figures_are_small(request, monkeypatch):
+    """Outside the tests that look at them: at 300 dots an inch they take most of the time of a run this small."""
+    if {"figures", "report", "analyses", "docs"}.isdisjoint(request.path.stem.split("_")):
+        save = Figure.savefig
+        monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: save(self, *to, **{**how, "dpi": 30}))
 
 
 @pytest.fixture

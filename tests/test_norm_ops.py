@@ -161,9 +161,7 @@ print(x.grad[0, 0].item() * 1e6)
     assert without.stderr.count("normgeo computes norms in torch, which is slower: no C++ compiler") == 1, without
     off = run(code, tmp_path, NORMGEO_KERNELS="0")
     assert off.stderr == ""
-    if (
-        "direct" in (direct := Path(norm_ops.loaded().reason)).name
-    ):  # which takes longest to build, and is no other there
+    if "direct" in (direct := Path(norm_ops.loaded().reason)).name:  # which takes long to build, and is no other there
         (tmp_path / "normgeo").mkdir(exist_ok=True)
         shutil.copy(direct, tmp_path / "normgeo")
     built = run(code, tmp_path)
@@ -210,8 +208,14 @@ def test_a_compiled_module_gives_the_same(tiny):
     assert by_definition(RMSNorm, x.double(), 1e-5).shape == (4, 16)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where the operators are built once for all that do not build the direct way."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("compiler", ["exit 1", "touch $OUT"], ids=["fails", "builds nothing of use"])
-def test_without_the_direct_way_the_operators_do_the_same(compiler, tmp_path):
+def test_without_the_direct_way_the_operators_do_the_same(compiler, tmp_path, cache):
     picky = tmp_path / "picky"
     find = 'while [ "$1" != -o ]; do shift; done; OUT=$2'
     picky.write_text(f'#!/bin/sh\ncase "$*" in *norms_direct.cpp*) {find}; {compiler};; *) exec g++ "$@";; esac\n')
@@ -225,5 +229,5 @@ with torch.no_grad():
     z = norm_ops.add_norm_(x, x.clone(), None, None, 0.0, 0.0, "rmsnorm", True)
 print(ops.compiled, type(ops.norm).__name__, x.mean().item(), z.mean().item())
 """
-    done = run(code, tmp_path, CXX=str(picky))
+    done = run(code, cache, CXX=str(picky))
     assert done.stdout.split() == ["True", "function", "2.0", "1.0"], done.stderr

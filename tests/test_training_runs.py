@@ -1,11 +1,8 @@
 """`normgeo train`: the command, killed and resumed, on one process and on two."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -311,9 +308,8 @@ def test_what_would_be_ignored_is_refused(words, says, tmp_path, normgeo):
 def test_two_processes_train_one_model(tmp_path):
     articles(tmp_path)
     words = command(tmp_path, "two", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0", "--accumulate", 2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    alone = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, "-m", "normgeo", *words], env=alone, check=True, capture_output=True, timeout=300)
+    for process in ranks(NORMGEO, *words):
+        process.done()
     Forked(NORMGEO, *command(tmp_path, "one", "--norm", "pre-rmsnorm", "--steps", 4, "--dropout", "0.0")).done()
     a, b = (pd.read_parquet(tmp_path / name / "pre-rmsnorm/curve/curve.parquet") for name in ("one", "two"))
     np.testing.assert_allclose(a.train_loss, b.train_loss, rtol=1e-5)

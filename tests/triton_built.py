@@ -1,5 +1,5 @@
-"""Builds the kernels in Triton for a GPU of compute capability argv[1], which need not be there, and prints one line a
-kernel: its name, the row's length, and how many bytes of a thread's did not fit its registers.
+"""Builds the kernels in Triton for GPUs of the given compute capabilities, which need not be there, and prints one line
+a kernel: for which, its name, the row's length, and how many bytes of a thread's did not fit its registers.
 
 The kernels are called as the project calls them, on tensors without memory; only the launch is left out. A program of
 its own, since Triton's interpreter, which other tests use, replaces the compiler for a whole process.
@@ -19,14 +19,16 @@ from triton.backends.compiler import GPUTarget
 class Absent:
     """What Triton asks of a GPU's driver before it builds."""
 
+    capability = 0
+
     def get_current_device(self):
-        return 0
+        return self.capability  # what is built for one is not taken for another
 
     def get_current_stream(self, device):
         return 0
 
     def get_current_target(self):
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def spilled(kernel):
@@ -41,29 +43,13 @@ def spilled(kernel):
 def only_built(kernel, d):
     def run(*args, grid, warmup, run=kernel.run, **options):
         built = run(*args, grid=grid, warmup=True, **options)
-        print(kernel.__name__, d[0], spilled(built))
+        print(absent.capability, kernel.__name__, d[0], spilled(built))
 
     kernel.run = run
 
 
-if __name__ == "__main__":
-    triton.runtime.driver.set_active(Absent())
-    with install_import_hook("normgeo", "beartype.beartype"):  # as under test, where every function is wrapped
-        from normgeo.kernels import fallback
-        from normgeo.kernels import triton_angles as angles
-        from normgeo.kernels import triton_norms as norms
-        from normgeo.kernels import triton_project as projections
-    d = [0]
-    for kernel in (
-        norms._forward,
-        norms._backward,
-        projections._project,
-        projections._gather,
-        angles._tally,
-        angles._moments,
-    ):
-        only_built(kernel, d)
-    on = {"device": "meta"}
+def build_all():
+    """Every kernel, in the ways it is called."""
     for d[0], dtype, kind in [(64, torch.float16, 1), (1000, torch.float32, 2), (4096, torch.bfloat16, 3),
                               (8192, torch.float32, 1), (16384, torch.bfloat16, 1)]:  # fmt: skip
         x = torch.empty(3, 5, d[0], dtype=dtype, requires_grad=True, **on)
@@ -87,3 +73,26 @@ if __name__ == "__main__":
             sums = torch.empty(2, 3, 13 + (kind == 2), dtype=torch.float64, **on)
             out = fallback.Sums(sums, torch.empty_like(sums[..., :3]), torch.empty_like(sums[..., :3]))
             angles.tally(norm, three.float(), three, group, histogram, out)
+
+
+if __name__ == "__main__":
+    absent = Absent()
+    triton.runtime.driver.set_active(absent)
+    with install_import_hook("normgeo", "beartype.beartype"):  # as under test, where every function is wrapped
+        from normgeo.kernels import fallback
+        from normgeo.kernels import triton_angles as angles
+        from normgeo.kernels import triton_norms as norms
+        from normgeo.kernels import triton_project as projections
+    d = [0]
+    for kernel in (
+        norms._forward,
+        norms._backward,
+        projections._project,
+        projections._gather,
+        angles._tally,
+        angles._moments,
+    ):
+        only_built(kernel, d)
+    on = {"device": "meta"}
+    for absent.capability in map(int, sys.argv[1:]):
+        build_all()
