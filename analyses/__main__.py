@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import os
@@ -11,15 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-
-import pandas as pd
-import transformers
+from typing import TYPE_CHECKING
 
 import analyses
-from normgeo import figures
-from normgeo.angles.measure import AngleTable
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.system.files import check_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 
@@ -27,6 +27,12 @@ FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 def names() -> list[str]:
     """The analyses there are: the public modules of this package."""
     return [m.name for m in pkgutil.iter_modules(analyses.__path__) if not m.name.startswith("_")]
+
+
+def title(name: str) -> str:
+    """What an analysis is of: its module's first line, read and not imported, which would load torch and the rest."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def run(name: str, options: dict[str, object], out: Path) -> None:
@@ -42,6 +48,8 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     if unknown := options.keys() - inspect.signature(module.compute).parameters.keys():
         raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
     check_folder(out)
+    import transformers  # by now the analysis has
+
     transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
     transformers.utils.logging.disable_progress_bar()
     frame = module.compute(**options)
@@ -55,6 +63,8 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
 
 def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> None:
     """Put an analysis's files into place once all of them are made: a table beside another's figure would mislead."""
+    from normgeo import figures
+
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as scratch:
         stem = Path(scratch) / name
@@ -74,6 +84,8 @@ def together(runs: list[Path], folder: Path) -> Path:
     Raises:
         DataError: one is no finished run, or two are of models of one name.
     """
+    from normgeo.angles.measure import AngleTable
+
     if len(runs) == 1:
         return runs[0]
     AngleTable.concatenated([AngleTable.load(run) for run in runs]).save(folder)
@@ -100,7 +112,7 @@ def main() -> int:
         if name is None:
             width = max(map(len, names()))
             for each in names():
-                print(f"{each:{width}}  {(importlib.import_module(f'analyses.{each}').__doc__ or '').splitlines()[0]}")
+                print(f"{each:{width}}  {title(each)}")
         else:
             with tempfile.TemporaryDirectory() as folder:
                 if "run" in given:

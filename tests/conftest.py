@@ -187,11 +187,11 @@ def journal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def figures_are_small(request, monkeypatch):
-    """Outside the tests that look at them: at 300 dots an inch they take most of the time of a run this small."""
+def blank_figures(request, monkeypatch):
+    """Outside the tests that look at them: to render them takes most of the time of a run this small."""
     if {"figures", "report", "analyses", "docs"}.isdisjoint(request.path.stem.split("_")):
-        save = Figure.savefig
-        monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: save(self, *to, **{**how, "dpi": 30}))
+        save, blank = Figure.savefig, Figure((1, 1))
+        monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: save(blank, *to, **how))
 
 
 @pytest.fixture

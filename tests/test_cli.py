@@ -1,7 +1,6 @@
 """The command line: one clear line for each thing a user can get wrong, and what goes right."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers as hf
+from forked import NORMGEO, Forked
 from stores import unfinished
 from zoo import tiny
 
@@ -337,12 +337,10 @@ def test_an_interrupt_while_libraries_are_loaded_ends_without_a_word():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_results_are_printed_where_the_terminal_has_no_such_characters():
-    done = subprocess.run(
-        [sys.executable, "-m", "normgeo", "angles", "embedded-layernorm", "--sites", "final", "--tokens", "64"],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
+def test_results_are_printed_where_the_terminal_has_no_such_characters(tmp_path):
+    code = f"import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict'); {NORMGEO}"
+    done = Forked(code, "angles", "embedded-layernorm", "--sites", "final", "--tokens", 64, "--out", tmp_path / "run")
+    assert (done.ended().returncode, done.stderr.count("Traceback")) == (0, 0)
     assert "embedded-layernorm" in done.stdout
 
 

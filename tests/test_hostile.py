@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import torch
+from forked import NORMGEO, Forked
 from stores import captured
 from zoo import tiny
 
@@ -126,17 +124,11 @@ def test_a_conversion_that_is_terminated_leaves_nothing(tmp_path):
     model = tiny("gpt_neox", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
     model.save_pretrained(tmp_path / "in", max_shard_size="1MB")
     del model
-    code = "import sys; from normgeo.cli.main import main; sys.argv[0] = 'normgeo'; main()"
-    command = [sys.executable, "-c", code, "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--by-shard"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        deadline = time.monotonic() + 120
-        while not (found := [*tmp_path.glob(".out-*.partial/*.safetensors")]) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(running.pid, signal.SIGTERM)
-        _, said = running.communicate()
-    assert found
-    assert running.returncode > 0
-    assert "Traceback" not in said
+    running = Forked(NORMGEO, "convert", tmp_path / "in", tmp_path / "out", "--by-shard")
+    running.until(lambda: [*tmp_path.glob(".out-*.partial/*.safetensors")])
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.ended().returncode > 0
+    assert "Traceback" not in running.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
