@@ -321,7 +321,7 @@ start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), Path(sys.argv[3]), prog
 
 
 def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, tmp_path):
-    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1000, CONTEXT)))
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (400, CONTEXT)))
     (tmp_path / "script.py").write_text(SCRIPT)
     run = RunConfig((str(home / "gpt2"),), str(tmp_path / "ids.npy"), batch=3, null=8, device="cpu")
     process = torchrun(tmp_path / "script.py", home / "gpt2", tmp_path / "ids.npy", tmp_path / "cut")
