@@ -9,10 +9,11 @@ import transformers
 
 from analyses import coverage
 from normgeo import architectures as module
-from normgeo.architectures import Architecture, architectures, perturb, tiny, tiny_config
+from normgeo.architectures import Architecture, architectures, perturb, tiny
 from normgeo.conversion.certify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
+from normgeo.shrinking import EXCEPTIONS, tiny_config
 
 ALL = {a.model_type: a for a in architectures()}
 
@@ -38,7 +39,7 @@ def test_the_list_is_generated_and_large():
     assert ALL["gpt2"] == Architecture("gpt2", "causal", "GPT2LMHeadModel", "GPT2Config")
     assert ALL["bert"].cls == "BertForMaskedLM"
     assert ALL["bart"].task == "seq2seq"
-    assert len(module.EXCEPTIONS) <= 10
+    assert len(EXCEPTIONS) <= 10
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_pre_ln_architectures_convert_completely(name):
 @pytest.mark.parametrize(
     ("name", "family", "verdict"),
     [("llama", "rmsnorm", "none"), ("bert", "post-ln", "complete"), ("openai-gpt", "post-ln", "refused"),
-     ("clip", "pre-ln", "partial"), ("resnet", "none", "none"), ("pix2struct", "not built", "none")],
+     ("clip", "pre-ln", "partial"), ("resnet", "none", "none"), ("bark", "not built", "none")],
 )  # fmt: skip
 def test_the_others_say_why_not(name, family, verdict):
     row = coverage.cover(ALL[name])
@@ -127,7 +128,7 @@ def test_a_wrong_conversion_and_a_crash_are_told(monkeypatch):
 
 
 def test_the_page_and_the_figure_name_every_architecture(tmp_path):
-    frame = coverage.compute(["gpt2", "bert", "llama", "resnet", "pix2struct", "clip"])
+    frame = coverage.compute(["gpt2", "bert", "llama", "resnet", "bark", "clip"])
     assert list(frame.columns) == [f.name for f in dataclasses.fields(coverage.Row)]
     page = coverage.markdown(frame)
     for name in frame.model_type:

@@ -19,7 +19,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from normgeo import architectures, convert, measure_angles, optimize
+from normgeo import architectures, convert, measure_angles, optimize, shrinking
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.sites import find_sites
@@ -319,7 +319,7 @@ def test_branches_that_mix_tokens_without_attention(config, roles):
 def test_models_whose_caches_know_no_length_are_run_without_one(monkeypatch, name):
     """A cache of layers without attention cannot say how long it is."""
     giving_attention = ("attn_layer_indices", "attn_layer_period", "attn_layer_offset", "block_types", "qk_dim_factor")
-    monkeypatch.setattr(architectures, "RULES", [r for r in architectures.RULES if r[0] not in giving_attention])
+    monkeypatch.setattr(shrinking, "RULES", [r for r in shrinking.RULES if r[0] not in giving_attention])
     sites = find_sites(architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name)))
     assert [s.layer for s in sites if s.role == "mixer"] == [0, 1]
 
