@@ -22,11 +22,19 @@ TIMES = (2, 7, 16)
 GRID = 4
 """Patches along each side of an image, where a model is given patches."""
 PAIRED = ("input_ids", "pixel_values")
+"""What a model that reads text and images side by side is given."""
+MODALITIES = (*PAIRED, "input_features", "input_values")
+"""What a model that compares two modalities is given, as far as it takes it."""
 WITH = {
-    "pixel_values": ("noise", "spatial_shapes", "target_sizes"),
-    "input_features": ("input_features_mask",),
+    "input_ids": ("visual_feats", "visual_pos"),
+    "pixel_values": ("noise", "spatial_shapes", "target_sizes", "image_embeds_position_mask"),
+    "input_features": ("input_features_mask", "is_longer"),
+    "query_embeds": ("encoder_hidden_states",),
     "states": ("actions", "rewards", "returns_to_go", "timesteps"),
-}
+    "past_time_features": (
+        "future_values", "future_time_features", "static_categorical_features", "static_real_features",
+    ),
+}  # fmt: skip
 """What a model takes with its main input, and needs although its signature has a default."""
 
 
@@ -65,30 +73,44 @@ def example_inputs(
     one (Longformer): gradients of padding are NaN.
 
     Made are the main input, everything else that the forward pass requires, the other modality of a model that reads
-    text and images side by side, and, unless `cross` is off, an encoder's hidden states for a decoder alone that has
-    cross-attention to them. A model that puts images between its tokens is given text alone.
+    two side by side or compares them, and, unless `cross` is off, an encoder's hidden states for a decoder alone that
+    has cross-attention to them. A model that can put images between its tokens is given text alone.
 
     Raises:
         ModelError: the model requires an input of a kind this function cannot make.
     """
-    config, main = model.config, model.main_input_name
+    config = model.config
     if time is None:
         window = getattr(config, "attention_window", None) or 7
         longest = max(7, *window) if isinstance(window, (list, tuple)) else max(7, window)
         time = min(longest, max_context(model) or longest)
-    taken = inspect.signature(model.forward).parameters
-    names = [n for n in ([main] if isinstance(main, str) else main) if n in taken]
-    names += [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    between = any(re.fullmatch(r"(image|vision|media).*_(id|index)", name) for c in _parts(config) for name in vars(c))
-    names += [n for n in ("input_ids", "pixel_values", "bbox") if n in taken and main in PAIRED and not between]
-    names += [n for n in WITH.get(names[0] if names else "", ()) if n in taken]
+    names = _names(model, cross=cross)
+    places = config.latent_query_num if "image_embeds_position_mask" in names else 0  # of an image, before the text
+    length, generator = places + time, torch.Generator().manual_seed(seed)
+    inputs = {name: example(name, model, length, generator) for name in names}
+    return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+
+
+def _names(model: PreTrainedModel, *, cross: bool) -> list[str]:
+    """What a model is given, by its forward pass's signature and its configuration."""
+    config, main, taken = model.config, model.main_input_name, inspect.signature(model.forward).parameters
+    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    tokens = r"(image|vision|media).*_(id|index)|vocabulary_map"
+    between = any(re.fullmatch(tokens, name) for c in _parts(config) for name in vars(c))
+    names = [n for n in ([main] if isinstance(main, str) else main) if n in taken] + needed
+    if "return_loss" in taken:  # it compares what one modality says with what the other does
+        names += [n for n in MODALITIES if n in taken]
+    elif main in PAIRED and (not between or "pixel_values" in needed):
+        names += [n for n in (*PAIRED, "bbox") if n in taken]
+    beside = [n for name in names for n in WITH.get(name, ()) if n in taken]
+    names += [n for n in beside if getattr(config, f"num_{n}", 1)]
+    if "image_encoder_embeddings" in taken:  # text attends to images, and the mask says which token to which
+        names.append("image_attention_mask")
     if config.is_encoder_decoder and "decoder_input_ids" in taken:
         names.append("decoder_input_ids")
     if cross and getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in taken:
         names.append("encoder_hidden_states")  # without it a part of the model does not run
-    generator = torch.Generator().manual_seed(seed)
-    inputs = {name: example(name, model, time, generator) for name in dict.fromkeys(names)}
-    return {k: v.to(model.device, model.dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+    return list(dict.fromkeys(names))
 
 
 def example(name: str, model: PreTrainedModel, time: int, generator: torch.Generator) -> Tensor:
@@ -97,13 +119,16 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
     Raises:
         ModelError: no example of this name can be made.
     """
-    config = model.config
+    config, taken = model.config, inspect.signature(model.forward).parameters
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     if name == "inputs":
         name = "input_ids" if hasattr(config, "vocab_size") else "input_values"
+    own = getattr(config, f"{name.removesuffix('_input_ids')}_config", None)
+    if isinstance(own, PretrainedConfig) and name.endswith("_input_ids"):
+        return _ids(config, own, (2, time), generator)
     if name in ("input_ids", "decoder_input_ids"):
         text = config.get_text_config(decoder=True) if name == "decoder_input_ids" else config.get_text_config()
         rows = 2 * getattr(text, "num_codebooks", 1) if hasattr(text, "audio_channels") else 2
@@ -111,7 +136,8 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
     if name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
             return noise(2, config.max_length, config.num_mel_bins)  # a spectrogram in the place of an image
-        channels = getattr(config, "audio_channels", None)
+        mono = "padding_mask" in taken or _documented(model, name)[1:2] in (["1"], ["channels"])
+        channels = getattr(config, "audio_channels", None) or (1 if mono else None)
         return noise(2, *([channels] if channels else []), 4000)
     simple: dict[str, Callable[[], Tensor]] = {
         "inputs_embeds": lambda: noise(2, time, config.get_text_config().hidden_size),
@@ -130,23 +156,47 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
         "merge_sizes": lambda: torch.ones(2, dtype=torch.long),
         "image_merge_sizes": lambda: torch.ones(2, dtype=torch.long),
         "image_sizes": lambda: torch.tensor([image_shape(config)[1:]] * 2),
+        "image_attention_mask": lambda: torch.ones(2, time, 1, dtype=torch.long),
+        "image_embeds_position_mask": lambda: (torch.arange(time) < config.latent_query_num).expand(2, time),
+        "flattened_patches": lambda: _placed_patches(model, generator),
+        "prompt_pixel_values": lambda: noise(*_pixels_shape(name, model)),
+        "prompt_masks": lambda: noise(*_pixels_shape(name, model)),
+        "task_inputs": lambda: _ids(config, config, (2, config.task_seq_len), generator),
+        "visual_feats": lambda: noise(2, GRID, config.visual_feat_dim),
+        "visual_pos": lambda: torch.rand(2, GRID, config.visual_pos_dim, generator=generator),
+        "is_longer": lambda: torch.tensor([[True], [False]]),
         "noise": lambda: noise(2, math.prod(s // config.patch_size for s in image_shape(config)[1:])),
         "input_features": lambda: noise(*_features_shape(model, time)),
         "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
         "feature_attention_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
         "high_res_pixel_values": lambda: noise(2, *_high_resolution(config)),
-        "past_values": lambda: noise(2, config.context_length, *_series_channels(config)),
+        "audio_mel": lambda: noise(*_features_shape(model, time)),
+        "audio_mel_mask": lambda: torch.zeros(2, _frames(model, time), dtype=torch.bool),
+    } | _of_series(config, time, noise)
+    if name not in simple:
+        kind = type(model).__name__
+        raise ModelError(f"{kind} takes {name!r}, for which no example can be made; in Python, pass inputs=...")
+    return simple[name]()
+
+
+def _of_series(config: PretrainedConfig, time: int, noise: Callable[..., Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """What models of series and of trajectories take."""
+    return {
+        "past_values": lambda: noise(2, *_past(config)),
         "past_values_padding": lambda: torch.zeros(2, config.context_length, dtype=torch.long),
+        "past_observed_mask": lambda: torch.ones(2, *_past(config)),
+        "past_time_features": lambda: noise(2, _past(config)[0], config.num_time_features),
+        "future_values": lambda: noise(2, config.prediction_length, *_past(config)[1:]),
+        "future_time_features": lambda: noise(2, config.prediction_length, config.num_time_features),
+        "static_real_features": lambda: noise(2, config.num_static_real_features),
+        "static_categorical_features": lambda: torch.tensor([[kinds - 1 for kinds in config.cardinality]] * 2),
+        "freq": lambda: torch.arange(2)[:, None] % config.freq_size,
         "states": lambda: noise(2, time, config.state_dim),
         "actions": lambda: noise(2, time, config.act_dim),
         "rewards": lambda: noise(2, time, 1),
         "returns_to_go": lambda: noise(2, time, 1),
         "timesteps": lambda: torch.arange(time).expand(2, time),
     }
-    if name not in simple:
-        kind = type(model).__name__
-        raise ModelError(f"{kind} takes {name!r}, for which no example can be made; in Python, pass inputs=...")
-    return simple[name]()
 
 
 def _high_resolution(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -154,11 +204,24 @@ def _high_resolution(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def _encoder_width(config: PretrainedConfig) -> int:
-    return getattr(config, "cross_attention_hidden_size", None) or config.get_text_config().hidden_size
+    own = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "encoder_hidden_size", None)
+    return own or config.get_text_config().hidden_size
 
 
-def _series_channels(config: PretrainedConfig) -> tuple[int, ...]:
-    return (config.num_input_channels,) if hasattr(config, "num_input_channels") else ()
+def _past(config: PretrainedConfig) -> tuple[int, ...]:
+    """Steps of a series, those that lag behind its context too, and its channels if it has any."""
+    steps = config.context_length + max(getattr(config, "lags_sequence", [0]))
+    several = getattr(config, "input_size", 1)
+    channels = getattr(config, "num_input_channels", several if several > 1 else None)
+    return (steps,) if channels is None else (steps, channels)
+
+
+def _placed_patches(model: PreTrainedModel, generator: torch.Generator) -> Tensor:
+    """Flat patches behind their row and column, which count from one."""
+    rows, columns = torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="ij")
+    places = 1 + torch.stack([rows, columns], -1).flatten(0, 1).expand(2, -1, -1)
+    width = first_attribute(model.config, "patch_embed_hidden_size")
+    return torch.cat([places, torch.randn(2, GRID * GRID, width, generator=generator)], -1)
 
 
 def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
@@ -169,7 +232,7 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     vision = _vision(model)
     first = next((m for m in vision.modules() if isinstance(m, nn.Conv3d)), None) or _first_map(vision)
     if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
-        if isinstance(first, nn.Conv2d):
+        if isinstance(first, nn.Conv2d) and _documented(model, name)[:1] != ["num_patches"]:
             return 2 * GRID * GRID, channels, patch, patch
         flat = channels * first_attribute(config, "temporal_patch_size", default=1) * patch**2
         return 2 * GRID * GRID, int(first.in_features) if isinstance(first, nn.Linear) else flat
@@ -177,7 +240,13 @@ def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
         return 2, GRID * GRID, channels * patch**2
     if "target_sizes" in taken:
         return 2, channels, patch, patch * GRID * GRID
-    if name == "pixel_values_videos" or first_attribute(config, "num_frames", "tubelet_size") is not None:
+    if "image_encoder_embeddings" in taken:
+        return 2, 1, channels, height, width
+    if "prompt_pixel_values" in taken:  # it stands above the image
+        return 2, channels, height // 2, width
+    film = hasattr(config, "video_token_index") and not hasattr(config, "image_token_index")
+    film = film or first_attribute(config, "num_frames", "tubelet_size") is not None
+    if name == "pixel_values_videos" or film:
         return 2, first_attribute(config, "frames_per_clip", "num_frames", default=2), channels, height, width
     return 2, channels, height, width
 
@@ -192,6 +261,12 @@ def _vision(model: nn.Module) -> nn.Module:
     return next((m for name, m in model.named_modules() if name.rpartition(".")[2] in names), model)
 
 
+def _documented(model: PreTrainedModel, name: str) -> list[str]:
+    """The axes of an argument, as the forward pass's documentation names them, as far as it does."""
+    found = re.search(rf"^\s*{name} \(.*of shape `?\(([^)]*)\)", inspect.getdoc(model.forward) or "", re.MULTILINE)
+    return found[1].split(", ") if found else []
+
+
 def _frames(model: PreTrainedModel, time: int) -> int:
     if (half := first_attribute(model.config, "max_source_positions")) is not None:
         return 2 * half
@@ -202,11 +277,16 @@ def _frames(model: PreTrainedModel, time: int) -> int:
 def _features_shape(model: PreTrainedModel, time: int) -> tuple[int, ...]:
     """(2, mels, frames) where a convolution reads the mels as channels, else (2, frames, mels)."""
     config, first = model.config, _first_map(model)
-    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size")
+    if (size := first_attribute(config, "spec_size")) is not None:  # a spectrogram, or four parts of it, as an image
+        crops, mels = 4 if first_attribute(config, "enable_fusion") else 1, first_attribute(config, "num_mel_bins")
+        return 2, crops, size * (size // mels), mels
+    names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_dim", "feature_size",
+             "input_feat_size")  # fmt: skip
     known = [v for v in (first_attribute(config, n) for n in names) if v is not None] or [16]
     flat = isinstance(first, nn.Linear) and not any(isinstance(m, nn.Conv2d) for m in model.modules())
     mels = first.in_features if flat and isinstance(first, nn.Linear) else known[0]
-    channels = isinstance(first, nn.Conv1d) and first_attribute(config, "num_mel_bins") == first.in_channels
+    conv = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
+    channels = conv is not None and first_attribute(config, "num_mel_bins", "feature_size") == conv.in_channels
     return (2, mels, _frames(model, time)) if channels else (2, _frames(model, time), mels)
 
 
@@ -238,7 +318,7 @@ def first_attribute(config: PretrainedConfig, *names: str, default: Any = None) 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """Channels, height and width of the images that a model takes."""
-    size = first_attribute(config, "image_size", "img_size", "crop_size", "input_size", default=64)
+    size = first_attribute(config, "image_size", "img_size", "max_img_size", "crop_size", "input_size", default=64)
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, (tuple, list)) else (size, size)

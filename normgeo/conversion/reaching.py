@@ -23,7 +23,7 @@ from normgeo.sites import evaluating
 __all__ = ["beside", "reaching_inputs", "without_effect"]
 
 BETWEEN = (
-    (("image_token_id", "image_token_index"), "pixel_values", "get_image_features"),
+    (("image_token_id", "image_token_index", "video_token_index"), "pixel_values", "get_image_features"),
     (("video_token_id", "video_token_index"), "pixel_values_videos", "get_video_features"),
     (("audio_token_id", "audio_token_index"), "input_features", "get_audio_features"),
 )
