@@ -122,4 +122,7 @@ def perturb(model: Any, seed: int = 0) -> Any:
         constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
         if parameter.ndim == 1 or (parameter.ndim > 1 and constant):
             parameter += (0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    for buffer in model.buffers():  # a codebook that is all zero has one code
+        if buffer.is_floating_point() and buffer.ndim > 1 and len(buffer) > 1 and not buffer.any():
+            buffer += torch.randn(buffer.shape, generator=generator).to(buffer)
     return model

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from normgeo import compare, convert, decompress, find_gauge, find_sites, load_m
 from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
-from normgeo.conversion.probing import outputs_of, tied
+from normgeo.conversion.probing import float64_copy, outputs_of, tied
 from normgeo.conversion.runs import text_batches
 from normgeo.conversion.trainable import bake
 from normgeo.converted import recenter_at
@@ -345,3 +346,15 @@ def test_a_module_that_cannot_be_copied_is_one_error(where, do):
 def test_a_stream_of_two_numbers_has_norms(name):
     narrow = {"n_embd": 2, "n_head": 1} if name == "gpt2" else {"hidden_size": 2, "num_attention_heads": 1}
     assert len(find_sites(zoo.tiny(name, **narrow))) == 5
+
+
+def test_what_a_model_keeps_from_an_earlier_run_has_the_copy_s_precision():
+    """Mimi's codebooks are computed in the first run and are no buffers."""
+    mimi: Any = tiny(next(a for a in architectures() if a.model_type == "mimi"))
+    inputs = example_inputs(mimi)
+    codes = mimi(**inputs).audio_codes
+    assert len(codes.unique()) > 8
+    kept = mimi.quantizer.semantic_residual_vector_quantizer.layers[0].codebook
+    wide: Any = float64_copy(mimi)
+    assert kept.embed.dtype is torch.float32
+    assert wide(**{k: v.double() for k, v in inputs.items()}).audio_values.dtype is torch.float64

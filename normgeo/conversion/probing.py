@@ -104,6 +104,10 @@ def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedMod
     if any(parameter.ndim > 2 for parameter in probe.parameters()):
         with contextlib.suppress(Exception):  # models without experts refuse, each in its own way
             probe.set_experts_implementation("eager")  # the fused one has no float64
+    for module in probe.modules():
+        kept = [(k, v) for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_floating_point()]
+        for name, value in kept:  # made in an earlier run, and no buffer
+            setattr(module, name, value.double())
     return probe.double().eval()  # pyright: ignore
 
 
