@@ -186,10 +186,16 @@ def journal(monkeypatch):
     return done
 
 
+@pytest.fixture
+def rendered():
+    """Figures as users get them, in the files of a test that is not of figures."""
+
+
 @pytest.fixture(autouse=True)
 def blank_figures(request, monkeypatch):
-    """Outside the tests that look at them: to render them takes most of the time of a run this small."""
-    if {"figures", "report", "analyses", "docs"}.isdisjoint(request.path.stem.split("_")):
+    """Where no test looks at them: to render them takes most of the time of a run this small."""
+    of_figures = {"figures", "report", "analyses", "docs"} & {*request.path.stem.split("_")}
+    if not of_figures and "rendered" not in request.fixturenames:
         save, blank = Figure.savefig, Figure((1, 1))
         monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: save(blank, *to, **how))
 

@@ -97,7 +97,7 @@ def test_records_of_another_version_are_said(record, twins, tmp_path):
     assert resume_checkpoints(tmp_path) is None
 
 
-def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monkeypatch):
+def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monkeypatch, rendered):
     out, real, seen = tmp_path / "run", checkpoint_angles._measured, []
 
     def measured(point, config, progress):

@@ -39,7 +39,7 @@ def normgeo(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_command_on_saved_models(normgeo, tmp_path):
+def test_command_on_saved_models(normgeo, tmp_path, rendered):
     words = ("gpt2", "llama", "--data", "ids.npy", "--naive", "--null", 4, "--rounds", 1)
     status, out, said = normgeo(*words, "--out", "new/here")
     assert status == 0

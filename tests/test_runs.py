@@ -43,7 +43,7 @@ def assert_same(a, b):
     assert all(torch.equal(a[2][m][k], b[2][m][k]) for m in a[2] for k in a[2][m])
 
 
-def test_a_run_writes_what_it_promises(tmp_path):
+def test_a_run_writes_what_it_promises(tmp_path, rendered):
     out = tmp_path / "run"
     lines = []
     table = start_run(RunConfig(**SMALL), out, progress=False, announce=lines.append)

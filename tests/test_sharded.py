@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from zoo import tiny
 
-from normgeo import architectures, convert, load_model
+from normgeo import architectures, convert, load_model, shrinking
 from normgeo.cli.main import app
 from normgeo.conversion import runs as converting
 from normgeo.conversion import sharded
@@ -36,9 +36,9 @@ DEPTH = {
 @pytest.fixture
 def deep(monkeypatch):
     """Any architecture, of five layers."""
-    few = architectures._n_layers
-    monkeypatch.setattr(architectures, "LAYERS", 5)
-    monkeypatch.setattr(architectures, "_kept_layers", lambda config: list(range(min(5, few(config) or 5))))
+    few = shrinking._n_layers
+    monkeypatch.setattr(shrinking, "LAYERS", 5)
+    monkeypatch.setattr(shrinking, "_kept_layers", lambda config: list(range(min(5, few(config) or 5))))
     return lambda name: architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name))
 
 
