@@ -47,6 +47,8 @@ def test_the_pair_is_small_alike_and_as_good_as_its_cards_say():
     error = found.std(1) / np.sqrt(len(rows))
     assert (np.abs(found.mean(1) - [*held_out, np.subtract(*held_out)]) < 3 * error).all()
     assert (error < [0.15, 0.15, 0.02]).all()
+    part = [card["held_out_loss_of_every_twelfth_context"] for card in cards]
+    assert (np.abs(found.mean(1)[:2] - part) < 1e-3).all()
     more, fewer = parameters
     assert all(more[n] == shape for n, shape in fewer.items())
     assert all(n.split(".")[-2].startswith("ln_") and n.endswith("bias") for n in more.keys() - fewer.keys())
