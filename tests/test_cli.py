@@ -20,6 +20,7 @@ from zoo import tiny
 
 from normgeo import AngleTable, find_sites
 from normgeo.cards import TABLE_1
+from normgeo.cli.app import Terminated
 from normgeo.errors import ModelError
 
 
@@ -266,6 +267,18 @@ def test_an_interrupt_before_there_is_anything_does_not_say_how_to_go_on(normgeo
     assert said.strip().endswith("interrupted")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("interrupt", "expected"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_command_that_leaves_nothing_to_finish_ends_with_the_signals_status(
+    normgeo, monkeypatch, interrupt, expected
+):
+    def interrupted(*args, **kwargs):
+        raise interrupt
+
+    monkeypatch.setattr("normgeo.conversion.runs.load_model", interrupted)
+    status, _, said = normgeo("convert", saved("gpt2"), "out")
+    assert (status, said.strip()) == (expected, "interrupted")
 
 
 def test_commands_of_the_store(normgeo, home, tmp_path):

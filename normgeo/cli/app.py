@@ -8,17 +8,29 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
 from normgeo.system.progress import meanwhile, printer
 from normgeo.system.versions import versions
 
 __all__ = ["app", "bench_app", "console", "note", "quiet", "resumable", "warn"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class Interruptible(TyperGroup):
+    """Commands that a signal ends as a shell expects."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _ended(error) from None
+
+
+app = typer.Typer(cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
 app.add_typer(bench_app, name="bench")
 console = printer()
@@ -87,18 +99,23 @@ def quiet() -> None:
     _on_sigterm()
 
 
+def _ended(error: KeyboardInterrupt, go_on: str = "") -> typer.Exit:
+    """Say that a command was interrupted; gives the status of the signal that did it."""
+    from normgeo.system.ranks import is_first
+
+    if is_first():
+        note(f"interrupted{go_on}")
+    return typer.Exit(143 if isinstance(error, Terminated) else 130)
+
+
 @contextmanager
 def resumable(
     command: str, where: Path | str, begun: Callable[[], bool], trust_remote_code: bool = False
 ) -> Iterator[None]:
-    """End an interrupted command as a shell expects, and say how to go on where anything was begun."""
+    """Of an interrupted command say how to go on, where anything was begun."""
     try:
         yield
     except KeyboardInterrupt as error:
-        from normgeo.system.ranks import is_first
-
-        if is_first():
-            trust = " --trust-remote-code" if trust_remote_code else ""
-            go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}{trust}" if begun() else ""
-            note(f"interrupted{go_on}")
-        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
+        trust = " --trust-remote-code" if trust_remote_code else ""
+        go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}{trust}" if begun() else ""
+        raise _ended(error, go_on) from None
