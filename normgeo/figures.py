@@ -291,7 +291,7 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
     """A figure by name.
 
     Raises:
-        DataError: there is no such figure or model, or it is of one model and the table has several.
+        DataError: there is no such figure or model, nothing to draw it of, or it is of one model of several.
     """
     if kind not in KINDS:
         raise DataError(f"no figure {kind!r}; there are {', '.join(KINDS)}")
@@ -301,6 +301,9 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
     if model is not None and model not in models:
         raise DataError(f"no model {model!r} in the table; there are {', '.join(models)}")
     part = frame if model is None else frame[frame.model == model]
+    phase = "standardized" if kind == "rotation" else "pre"
+    if not ((part.phase == phase) & (part.direction == "uniform")).any():
+        raise DataError(f"{kind} is drawn of rows of phase {phase!r} and direction 'uniform'; the table has none")
     return KINDS[kind](part, *([model or models[0]] if kind == "angles" else []))
 
 

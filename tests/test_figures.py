@@ -260,3 +260,11 @@ def test_a_model_that_is_not_there_is_named(tables):
     for kind in figures.KINDS:
         with pytest.raises(DataError, match="no model 'gpt' in the table; there are gpt2, llama"):
             tables["pair"].plot(kind, "gpt")
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_what_is_drawn_of_rows_that_are_not_there_names_them(tables, kind):
+    frame = tables["gpt2"].frame
+    for part in (frame[frame.phase == "post"], frame[frame.direction != "uniform"], frame[:0]):
+        with pytest.raises(DataError, match=f"{kind} is drawn of rows of phase '[a-z]+' and direction 'uniform'"):
+            figures.draw(part, kind)
