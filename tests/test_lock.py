@@ -1,0 +1,64 @@
+"""Who holds the lock of an object store, over networks that fail for a while."""
+
+from types import SimpleNamespace
+
+import pytest
+from obstore.exceptions import GenericError
+from obstore.store import MemoryStore
+
+from normgeo.store import objects
+from normgeo.store.holder import holder
+from normgeo.store.objects import LEASE_SECONDS, Objects
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    """Objects in this process's memory."""
+    kept = MemoryStore()
+    monkeypatch.setattr(Objects, "_open", lambda self, *_, **__: kept)
+    return Objects("s3://bucket/x")
+
+
+def unreachable(*_, **__):
+    raise GenericError("error sending request")
+
+
+def test_who_has_lost_the_lock_leaves_it_to_another(storage):
+    with storage.writing():
+        storage._ob.put(storage._objects, "lock", holder("another"))
+        assert not storage._renewed()
+    assert b"another" in storage.read("lock")
+
+
+def test_a_network_that_fails_for_a_while_is_no_loss_of_the_lock(storage, monkeypatch):
+    with storage.writing():
+        with monkeypatch.context() as patch:
+            patch.setattr(storage._ob, "put", unreachable)
+            assert not storage._renewed()
+        storage.put("a", b"1")
+        assert storage._renewed()
+
+
+FOUND = {  # what is in the lock after so many seconds, and when it is lost: others take it over after `LEASE_SECONDS`
+    "renewed": (lambda seconds: ("mine", seconds // 15), None),
+    "silent": (lambda seconds: ("mine", min(seconds, 100) // 15), (90, 90 + LEASE_SECONDS)),
+    "gone for a while": (lambda seconds: unreachable() if 100 < seconds < 120 else ("mine", seconds // 15), None),
+    "gone": (lambda seconds: unreachable() if seconds > 100 else ("mine", seconds // 15), (90, 90 + LEASE_SECONDS)),
+    "another's": (lambda seconds: ("mine" if seconds < 100 else "another", seconds), (100, 115)),
+}
+
+
+@pytest.mark.parametrize(("found", "lost"), FOUND.values(), ids=FOUND)
+def test_a_runs_other_processes_miss_its_lock_before_others_may_take_it_over(storage, monkeypatch, found, lost):
+    clock = [0.0]
+
+    def wait(seconds):
+        clock[0] += seconds
+        return clock[0] > 300
+
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(storage, "_lock", lambda: ({}, dict(zip(("run", "renewed"), found(clock[0]), strict=True))))
+    storage._follow("mine", SimpleNamespace(wait=wait))
+    assert storage._lost.is_set() == (lost is not None)
+    if lost is not None:
+        assert lost[0] < clock[0] < lost[1]
