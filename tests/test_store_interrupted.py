@@ -20,7 +20,7 @@ from normgeo.errors import RunError, StoreError
 from normgeo.store import capture
 from normgeo.store.capture import resume_capture
 from normgeo.store.check import verify
-from normgeo.store.layout import commit_file
+from normgeo.store.layout import commit_file, state_file
 from normgeo.store.storage import Disk
 from normgeo.store.writer import StoreWriter, _Buffers
 from normgeo.system import direct
@@ -232,6 +232,10 @@ def test_memory_for_what_waits_is_used_again_and_bounded():
     for n in range(1000, 9000, 500):
         buffers.give(buffers.take(n, pinned=False), pinned=False)
         assert sum(len(buffer) for kept in buffers._free.values() for buffer in kept) == buffers._kept <= 10_000
+    large = threading.Thread(target=lambda: got.append(buffers.take(20_000, pinned=False)), daemon=True)
+    large.start()  # what is too large alone waits for nobody
+    large.join(10)
+    assert len(got[1]) == 20_000
 
 
 def test_pinned_memory_counts_as_what_torch_takes_for_it(monkeypatch):
@@ -252,14 +256,16 @@ def test_pinned_memory_counts_as_what_torch_takes_for_it(monkeypatch):
 
 
 def test_a_row_is_committed_once_its_chunks_are_synced(home, tmp_path, monkeypatch):
-    done, real, create = [], direct.sync, Disk.create
+    done, real, create, put = [], direct.sync, Disk.create, Disk.put
     monkeypatch.setattr(direct, "sync", lambda path: (real(path), done.append(path)))
     monkeypatch.setattr(Disk, "create", lambda self, name, content: (done.append(name), create(self, name, content)))
+    monkeypatch.setattr(Disk, "put", lambda self, name, content: (put(self, name, content), done.append(name)))
     store = HiddenStateStore(captured(home, tmp_path / "s"))
     for commit in store.commit_log:
         at = done.index(commit_file(commit.row))
         files = [tmp_path / "s/hidden.zarr" / spec.chunk_file(commit.row) for spec in store.layout.arrays]
         assert files
+        assert state_file(commit.row) in done[:at]
         assert all(file in done[:at] and file.parent in done[done.index(file) : at] for file in files)
 
 

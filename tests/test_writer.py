@@ -1,0 +1,50 @@
+"""The writer of a store, given hidden states by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from normgeo.angles.statistics import AngleStatistics
+from normgeo.errors import StoreError
+from normgeo.geometry import Directions
+from normgeo.kernels.checksum import checksum
+from normgeo.sites import NormSite
+from normgeo.store.layout import Layout, read_commit
+from normgeo.store.storage import Disk
+from normgeo.store.writer import StoreWriter
+from normgeo.tokens import TokenBatch
+
+D, N = 8, 12
+SITE = NormSite("ln", "layernorm", "final", 0, "", D, 1e-5)
+
+
+def written(path, pre, post):
+    """The first row's record, when these have come in and out of a norm, of which the first are stored."""
+    disk, layout = Disk(path), Layout.of([SITE], ["float32"], ("pre",), N, chunk_bytes=8 * D * 4)
+    batch = TokenBatch(np.arange(N).reshape(2, -1), np.zeros((2, N // 2), np.int64), 0)
+    statistics = AngleStatistics([SITE], {D: Directions.seeded(D, 2)})
+    for spec in layout.arrays:
+        (path / "hidden.zarr" / spec.name).mkdir(parents=True)
+    with disk.writing(), StoreWriter(disk, "mine", layout, [SITE], statistics) as writer:
+        writer.begin(batch)
+        writer.take(0, "pre", pre)
+        writer.take(0, "post", post)
+        writer.finish(batch)
+    return read_commit(disk, 0, "mine")
+
+
+def test_vectors_that_lie_apart_are_written_as_they_read(tmp_path):
+    """As a part of what a wider layer gives."""
+    pre, post = (torch.randn(N, 2 * D)[:, D:] for _ in range(2))
+    commit, raw = written(tmp_path, pre, post), pre[:8].contiguous().numpy().tobytes()
+    assert (tmp_path / "hidden.zarr/sites/ln/pre/c.0.0").read_bytes()[:-4] == raw
+    assert commit.chunks["sites/ln/pre"] == (len(raw), checksum(np.frombuffer(raw, np.uint8).copy()))
+    assert commit.post == {"ln": checksum(post[:8].contiguous().numpy().view(np.uint8).ravel())}
+
+
+@pytest.mark.parametrize("change", [lambda x: x.double(), lambda x: x.bfloat16().repeat(1, 2), lambda x: x[1:]])
+@pytest.mark.parametrize("phase", ["pre", "post"])
+def test_what_is_not_as_it_was_when_the_store_was_planned_is_refused(tmp_path, change, phase):
+    both = {"pre": torch.randn(N, D), "post": torch.randn(N, D)}
+    with pytest.raises(StoreError, match=rf"sites/ln/pre should be {N} tokens of 1 x {D} float32, and is \("):
+        written(tmp_path, **both | {phase: change(both[phase])})
