@@ -18,6 +18,7 @@ from normgeo.models import tokenizer_digest
 from normgeo.store import capture
 from normgeo.store.capture import resume_capture
 from normgeo.store.check import verify
+from normgeo.store.layout import read_record, write_record
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.tokens import load_tokens
@@ -316,6 +317,21 @@ def test_a_store_that_another_run_finished_meanwhile_is_not_resumed(home, tmp_pa
     with pytest.raises(StoreError, match="is complete"):
         resume_capture(copy, progress=False)
     assert verify(copy)[1] == []
+
+
+def test_a_store_that_another_run_began_anew_meanwhile_is_not_resumed(copy, monkeypatch):
+    real = capture.prepare
+
+    def overtaken(*args, **kwargs):
+        record = read_record(Disk(copy), "store.json")
+        record["capture"]["chunk_bytes"] += 1
+        write_record(lambda name, raw: (copy / name).write_bytes(raw), "store.json", record)
+        return real(*args, **kwargs)
+
+    unfinished(copy)
+    monkeypatch.setattr(capture, "prepare", overtaken)
+    with pytest.raises(StoreError, match=r"was written by another run meanwhile; give --resume .* again"):
+        resume_capture(copy, progress=False)
 
 
 def test_a_store_is_read_from_another_directory(copy, tmp_path, monkeypatch):

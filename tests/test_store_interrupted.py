@@ -1,6 +1,7 @@
 """Captures that are interrupted, killed, or without a place to write: nothing is lost, and the rest is the same."""
 
 import functools
+import itertools
 import os
 import random
 import re
@@ -49,6 +50,19 @@ def test_an_interrupted_capture_is_resumed_bit_identically(home, tmp_path, monke
         assert HiddenStateStore(tmp_path / "cut").n_tokens < N
     resume_capture(tmp_path / "cut", progress=False)
     assert content(tmp_path / "cut") == whole
+
+
+def test_a_stream_that_ends_early_makes_no_complete_store(home, tmp_path, monkeypatch, store):
+    def ending(*args):
+        writes = any(isinstance(sink, StoreWriter) for sink in args[3])
+        return itertools.islice(stream.stream(*args), 2 if writes else None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "stream", ending)
+        with pytest.raises(StoreError, match="the stream ended before its last row was committed"):
+            captured(home, tmp_path / "s")
+    resume_capture(tmp_path / "s", progress=False)
+    assert content(tmp_path / "s") == content(store)
 
 
 CODE = """
