@@ -76,12 +76,13 @@ def test_values_and_gradients_are_those_of_float64(run, name, dtype, d, affine):
     norm = random_norm(cls, d, dtype=of, bias=affine in ("both", "wide"), affine=affine != "none", **options).to(
         run.device
     )
+    norm.offset = 0.0 if affine == "both" else 0.5
     exact = copy.deepcopy(norm).double()
     x, dz = run.drawn((3, 7, d), dtype), run.drawn((3, 7, d), dtype, 1)
     if name == "crmsnorm-padded":
         x[..., -1] = 0
     a, b = x.clone().requires_grad_(), x.double().requires_grad_()
-    z = run(a, norm.weight, norm.bias, norm.eps, 0.0, KINDS[name])
+    z = run(a, norm.weight, norm.bias, norm.eps, norm.offset, KINDS[name])
     z.backward(dz)
     expected = exact.plain(b)
     expected.backward(dz.double())
@@ -114,6 +115,7 @@ def test_gradients_of_gradients_are_those_of_float64(run, name, affine, dtype):
     """As penalties of gradients need them, and products with a Hessian."""
     cls, options = NAMES[name]
     norm = random_norm(cls, 20, dtype=dtype, bias=affine == "both", affine=affine != "none", **options).to(run.device)
+    norm.offset = 0.0 if affine == "both" else 0.5
     exact = copy.deepcopy(norm).double()
     x, dz, direction = (run.drawn((3, 7, 20), dtype, seed) for seed in range(3))
     if name == "crmsnorm-padded":
@@ -126,7 +128,7 @@ def test_gradients_of_gradients_are_those_of_float64(run, name, affine, dtype):
         return first, torch.autograd.grad((first * direction.to(x.dtype)).sum(), asked, allow_unused=True)
 
     def launched(x):
-        return run(x, norm.weight, norm.bias, norm.eps, 0.0, KINDS[name])
+        return run(x, norm.weight, norm.bias, norm.eps, norm.offset, KINDS[name])
 
     first, found = second(x.clone(), launched, list(norm.parameters()))
     expected_first, expected = second(x.double(), exact.plain, list(exact.parameters()))
