@@ -194,10 +194,25 @@ def test_shapes_are_known_without_numbers():
 
 @torch.no_grad()
 def test_wrong_arguments_are_refused_by_the_operator_itself():
-    x, norm = torch.zeros(2, 8), torch.ops.normgeo.norm
-    for given_x, weight in ((x.double(), None), (x, torch.ones(7)), (x, torch.ones(8).half()), (x.T, None)):
+    x, norm, ones = torch.zeros(2, 8), torch.ops.normgeo.norm, torch.ones(8)
+    for given_x, weight, bias in (
+        (x.double(), None, None), (x.T, None, None), (x, torch.ones(7), None), (x, ones.half(), None),
+        (x, torch.ones(16)[::2], None), (x, ones, ones.half()), (x, None, ones[:7]),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"norms take|gamma and beta"):
-            norm(given_x, weight, None, 1e-5, 0.0, 1)
-    for out in (torch.zeros(2, 7), x.T, x.bfloat16()):
+            norm(given_x, weight, bias, 1e-5, 0.0, 1)
+    half = x.bfloat16()
+    for residual, added, out in (
+        (x, x.clone(), torch.zeros(2, 7)), (x, x.clone(), x.T), (x, x.clone(), half), (half, x.clone(), half.clone()),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match="norms"):
-            torch.ops.normgeo.add_norm_(x, x.clone(), out, None, None, 1e-5, 0.0, 1)
+            torch.ops.normgeo.add_norm_(residual, added, out, None, None, 1e-5, 0.0, 1)
+
+
+@torch.no_grad()
+def test_the_operator_gives_tensors_of_any_number_of_dimensions():
+    for dimensions in (1, 2, 8, 9, 60):
+        x = drawn((*[1] * (dimensions - 2), 3, 8)[-dimensions:], torch.float32)
+        z = torch.ops.normgeo.norm(x, None, None, 1e-5, 0.0, 1)
+        assert z.is_contiguous()
+        torch.testing.assert_close(z, RMSNorm(8, affine=False).plain(x))
