@@ -39,6 +39,13 @@ def test_a_network_that_fails_for_a_while_is_no_loss_of_the_lock(storage, monkey
         assert storage._renewed()
 
 
+def test_what_is_discarded_is_all_but_the_lock(storage):
+    with storage.writing():
+        storage.put("a", b"1")
+        storage.discard()
+        assert (storage.size("a"), storage.names("")) == (None, ["lock"])
+
+
 FOUND = {  # what is in the lock after so many seconds, and when it is lost: others take it over after `LEASE_SECONDS`
     "renewed": (lambda seconds: ("mine", seconds // 15), None),
     "silent": (lambda seconds: ("mine", min(seconds, 100) // 15), (90, 90 + LEASE_SECONDS)),

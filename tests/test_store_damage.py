@@ -125,7 +125,7 @@ def ways_to_read(states):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", ["missing", "elsewhere", "flipped"])
+@pytest.mark.parametrize("damage", ["missing", "elsewhere", "flipped", "longer"])
 def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
     states = HiddenStateStore(copy).open(HiddenStateStore(copy).sites[1].key)
     files = [copy / f"hidden.zarr/{states.spec.chunk_file(row)}" for row in (0, 1)]
@@ -133,6 +133,9 @@ def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
         files[1].unlink()
     elif damage == "elsewhere":
         shutil.copy(*files)
+    elif damage == "longer":
+        files[1].write_bytes(files[1].read_bytes() + b"0")
+        assert [f"{files[1]} has" in problem for problem in verify(copy)[1]] == [True]
     else:
         raw = bytearray(files[1].read_bytes())
         raw[5] ^= 8
