@@ -51,6 +51,21 @@ def test_both_ways_to_the_kernels_lead_to_the_same(dtype, affine, shape, monkeyp
 
 @torch.no_grad()
 @pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("narrow", ROUNDING, ids=str)
+def test_what_lies_scattered_is_not_written_over(narrow, operators, monkeypatch):
+    if operators:
+        monkeypatch.setattr(norm_ops, "_loaded", norm_ops.by_operators(""))
+    stream, x = drawn((3, 5, 8), torch.float32), drawn((3, 8, 5), narrow, 1).transpose(1, 2)
+    total, kept = stream + x, x.clone()
+    z = norm_ops.add_norm_(stream, x, None, None, 1e-5, 0.0, "rmsnorm", over=True)
+    assert torch.equal(z, norm_ops.norm(total, None, None, 1e-5, 0.0, "rmsnorm").to(narrow))
+    assert z.dtype is narrow
+    assert torch.equal(stream, total)
+    assert torch.equal(x, kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operators", [False, True])
 def test_both_ways_refuse_the_same(operators, monkeypatch):
     if operators:
         monkeypatch.setattr(norm_ops, "_loaded", norm_ops.by_operators(""))
