@@ -194,6 +194,9 @@ def test_under_autograd_it_refuses(converted):
     for part in (model, model.transformer):
         with pytest.raises(ConversionError, match="no_grad"):
             part(torch.tensor([[1, 2]]))
+    for part in (model.transformer.h[0], model.transformer.ln_f):
+        with pytest.raises(ConversionError, match="no_grad"):
+            part(torch.ones(1, 2, 32))
     with torch.no_grad():
         assert model(torch.tensor([[1, 2]])).logits.isfinite().all()
 

@@ -76,6 +76,22 @@ class Viewing(Block):
         return x + sum(branches[1:], start=branches[0])
 
 
+class First(Block):
+    """A block whose second norm reads the first token alone, where the sum of all begins in memory."""
+
+    def forward(self, x, *_, **__):
+        x = x + self.attn(self.ln_1(x))[0]
+        return x + self.mlp(self.ln_2(x[:, :1]))
+
+
+class Spread(Block):
+    """A block that adds one vector to all tokens."""
+
+    def forward(self, x, *_, **__):
+        x = x + self.attn(self.ln_1(x))[0].mean(1, keepdim=True)
+        return x + self.mlp(self.ln_2(x))
+
+
 class Private(Block):
     """A block with a name of its own, as Python changes it within a class."""
 
@@ -133,6 +149,16 @@ def test_what_is_added_to_in_place_is_seen_by_its_other_names():
     before = outputs_of(model, inputs)
     assert relative(outputs_of(optimize(model), inputs), before) < 1e-6
     assert len(fused_norms(model)) == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("block", "fused"), [(First, 6), (Spread, 7)])
+def test_of_sums_with_a_norm_or_branch_of_other_shapes_those_around_them_are_fused(block, fused):
+    classes = iter([Block, block, Block, Block])
+    model, inputs = of_blocks(lambda *given: next(classes)(*given)), {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    before = outputs_of(model, inputs)
+    assert relative(outputs_of(optimize(model, inputs), inputs), before) < 1e-6
+    assert len(fused_norms(model)) == fused
 
 
 @torch.no_grad()
