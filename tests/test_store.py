@@ -77,6 +77,16 @@ def test_a_dask_array_is_of_the_store_that_was_opened(home, tmp_path):
         shutil.rmtree(tmp_path / "s")
 
 
+def test_dask_arrays_of_two_stores_are_computed_together(home, tmp_path, store):
+    """dask takes what has one name for one."""
+    dask = pytest.importorskip("dask")
+    other = captured(home, tmp_path / "s", "other", n=100)
+    both = [HiddenStateStore(path).open("transformer.h.0.ln_1") for path in (store, other)]
+    found = dask.compute(*(states.dask() for states in both), scheduler="synchronous")
+    for states, numbers in zip(both, found, strict=True):
+        np.testing.assert_array_equal(numbers, states[:])
+
+
 def test_a_dask_array_of_a_store_that_was_replaced_is_refused(home, tmp_path):
     pytest.importorskip("dask.array")
     lazily = HiddenStateStore(captured(home, tmp_path / "s", "gpt2")).open("transformer.h.0.ln_1").dask()
