@@ -117,6 +117,23 @@ def test_calls_without_the_dispatcher_do_as_it_does():
 
 
 @torch.no_grad()
+def test_operators_note_what_they_write_and_keep_inference_tensors(monkeypatch):
+    monkeypatch.setattr(norm_ops, "_loaded", norm_ops.by_operators(""))
+    stream, x = drawn((3, 8), torch.float32), drawn((3, 8), torch.float32, 1)
+    for over in (False, True):
+        versions = stream._version, x._version
+        norm_ops.add_norm_(stream, x, None, None, 1e-5, 0.0, "rmsnorm", over)
+        assert (stream._version, x._version) == (versions[0] + 1, versions[1] + over)
+    with torch.inference_mode():
+        made = x.clone()
+    before = made.clone(), stream.clone()
+    assert norm_ops.add_norm_(made, x, None, None, 1e-5, 0.0, "rmsnorm") is None
+    assert norm_ops.add_norm_(stream, made, None, None, 1e-5, 0.0, "rmsnorm", over=True) is None
+    assert torch.equal(made, before[0])
+    assert torch.equal(stream, before[1])
+
+
+@torch.no_grad()
 def test_on_cuda_streams_are_added_to_under_the_same_conditions(monkeypatch):
     """Without gradients, with a note of what is written, and inference tensors kept; on tensors without memory."""
     calls, drawn_there = [], lambda: torch.ones((3, 8), device="meta")
