@@ -1,5 +1,7 @@
 """The compiled norms are used only where they may be, by either way that leads to them."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +116,21 @@ def test_calls_without_the_dispatcher_do_as_it_does():
     with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
         norm_ops.norm(x, None, None, 1e-5, 0.0, "rmsnorm")
     assert "normgeo::norm" in {event.name for event in profile.events()}
+
+
+def test_threads_that_come_at_once_load_them_once(monkeypatch):
+    ops, loads = norm_ops.loaded(), []
+    monkeypatch.setattr(norm_ops, "_loaded", None)
+    monkeypatch.setattr(norm_ops, "_load", lambda: (loads.append(1), time.sleep(0.1), ops)[-1])
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: norm_ops.loaded(), range(4))) == [ops] * 4
+    assert len(loads) == 1
+
+
+def test_after_an_error_launches_cost_what_they_did():
+    with pytest.raises(ZeroDivisionError), norm_ops.launched_always():
+        _ = 1 / 0
+    assert not norm_ops._for_nothing.get()
 
 
 @torch.no_grad()
