@@ -202,6 +202,16 @@ def test_only_what_norms_have_is_kept(driver):
     assert not driver.keep(x=X.to("meta"))
 
 
+def test_after_a_norm_that_came_out_wrong_nothing_is_launched(driver, monkeypatch):
+    driver.keep()
+    monkeypatch.setattr(launching, "_direct", driver.module)
+    with pytest.warns(UserWarning, match="launches norms from Python, which is slower: a norm came out wrong"):
+        launching.distrust()
+    assert launching.direct() is None
+    assert norm(driver) is not None  # as on a CPU, where this is
+    assert driver.launches == []
+
+
 def built(**other):
     """A build of Triton's, as its versions 3.6 and later describe one."""
     kinds = {

@@ -33,6 +33,10 @@ def written(path, pre, post):
     return read_commit(disk, 0, "mine")
 
 
+def test_a_chunk_holds_a_token_at_least():
+    assert [Layout.of([SITE], ["float32"], ("pre",), N, bound).chunk for bound in (1, D * 4, 3 * D * 4)] == [1, 1, 2]
+
+
 def test_vectors_that_lie_apart_are_written_as_they_read(tmp_path):
     """As a part of what a wider layer gives."""
     pre, post = (torch.randn(N, 2 * D)[:, D:] for _ in range(2))
