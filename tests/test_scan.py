@@ -211,6 +211,9 @@ def test_what_is_behind_a_gap_is_not_called_read(copy):
     (copy / "commits/00000002.json").unlink()
     opened = HiddenStateStore(copy)
     assert f"of which the first {opened.n_tokens} are read, up to the first gap" in opened.incomplete
+    said = []
+    angles_from_store(copy, null=4, announce=said.append, progress=False)
+    assert said == [opened.incomplete]
     (copy / "commits/00000000.json").unlink()
     with pytest.raises(StoreError, match="of which the first 0 are read"):
         angles_from_store(copy, progress=False)

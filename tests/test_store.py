@@ -18,7 +18,7 @@ from normgeo.angles.runs import RunConfig, start_run
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.errors import StoreError
-from normgeo.store import scan
+from normgeo.store import capture, scan
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
 from normgeo.store.layout import read_record, write_record
@@ -137,6 +137,29 @@ def test_the_packages_own_norms_are_rebuilt_to_the_last_bit(tmp_path, changes):
     after = angles_from_store(tmp_path / "s", announce=lines.append, progress=False)
     assert not lines
     pd.testing.assert_frame_equal(after.frame, during.frame, check_exact=True)
+
+
+def test_a_norm_that_no_recipe_follows_is_refused_without_its_outputs(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        capture, "find_rebuild", lambda *given: replace(find_rebuild(*given), bit_equal=False, error=0.02)
+    )
+    with pytest.raises(
+        StoreError, match=r"the output of transformer\.h\.0\.ln_1 cannot be rebuilt .* --phases pre,post"
+    ):
+        captured(home, tmp_path / "s", n=100)
+    assert not (tmp_path / "s").exists()
+    captured(home, tmp_path / "s", phases=("pre", "post"), n=100)
+
+
+def test_a_norm_of_another_dtype_than_its_inputs_is_refused(home, tmp_path, monkeypatch):
+    keep = capture._Probe.take
+
+    def widened(self, site, phase, hidden):
+        keep(self, site, phase, hidden.double() if phase == "post" else hidden)
+
+    monkeypatch.setattr(capture._Probe, "take", widened)
+    with pytest.raises(StoreError, match=r"ln_1 turns torch\.float32 into torch\.float64; give --dtype float32"):
+        captured(home, tmp_path / "s", n=100)
 
 
 def test_what_is_rebuilt_only_to_rounding_is_said(copy):
