@@ -72,12 +72,14 @@ class Tabled(Block):
 
 
 class Viewing(Block):
-    """A block that adds in place to a view of a branch, to a list that has another name, and to what has no name."""
+    """A block that adds in place to views of its stream and of a branch, and to what has another name, or none."""
 
     calls = 0
 
     def forward(self, x, *_, **__):
         x = x + self.attn(self.ln_1(x))[0]
+        start = x[:, :1]
+        start += 0.1 * start
         branch = self.mlp(self.ln_2(x))
         latest, more = branch[:, -1:], (branches := [branch])
         latest += latest
