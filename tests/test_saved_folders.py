@@ -107,6 +107,17 @@ def test_directories_can_be_entered_and_files_read_by_others(conversion, templat
     check_readable(tmp_path / "out")
 
 
+@pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])
+def test_of_a_read_only_checkpoint_files_are_written_that_are_not(how, templated, tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    templated.save_pretrained(tmp_path / "in")
+    for file in (tmp_path / "in").rglob("*.*"):
+        file.chmod(0o444)
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), how])
+    assert result.exit_code == 0, result.output
+    check_readable(tmp_path / "out")  # where nobody is root the tokenizer could not be written over the copy of its own
+
+
 def test_what_is_nested_deeper_can_be_read_too(tmp_path):
     with whole_directory(tmp_path / "out") as folder:
         (folder / "a" / "b").mkdir(parents=True, mode=0o700)

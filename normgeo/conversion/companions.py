@@ -31,7 +31,7 @@ def copy_companions(source: Path, folder: Path, model_type: str) -> None:
         if path.is_file() and not model:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
-            shutil.copy(path, target)
+            shutil.copyfile(path, target)  # a checkpoint may be read-only, and what is written anew there is not
     if (folder / PREPROCESSOR).is_file():
         _name_classes(folder, model_type)
 
