@@ -220,6 +220,15 @@ def test_the_command_writes_where_it_runs(how, tmp_path, monkeypatch):
     assert "exists already" in str(again.exception)
 
 
+def test_a_snapshot_without_what_it_links_to_is_said_to_have_no_weights(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "model.safetensors").unlink()
+    (tmp_path / "in" / "model.safetensors").symlink_to("../blobs/elsewhere")
+    with pytest.raises(ModelError, match="it has no safetensors weights"):
+        runs.convert_checkpoint(str(tmp_path / "in"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_link_names_need_not_be_there_yet(conversion, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
     save(conversion, tmp_path / "link")

@@ -155,7 +155,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 def _needs(folder: Path) -> int:
     """Bytes that converting in memory takes: two models in their own dtype and four in float64."""
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     return 2 * stored + 4 * 4 * stored  # float64 is four times as wide as the half precision of large models
 
 
