@@ -23,8 +23,9 @@ from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, rebuild, reshape
 from normgeo.errors import ConversionError
 
-__all__ = ["compress", "expand", "fold"]
+__all__ = ["compress", "expand", "fold", "rounded"]
 
+ROWS = 2048  # of a writer that are rounded at once
 PORTIONS = 8  # of a model's parameters, one of which is folded at once, and copied twice meanwhile
 
 
@@ -270,6 +271,34 @@ def _check_narrow(exact: PreTrainedModel, inputs: dict[str, Tensor], truth: list
         raise ConversionError(f"{hint} ({type(error).__name__}: {str(error)[:200]})") from error
     if not same(truth, outputs, INVISIBLE):
         raise ConversionError(hint)
+
+
+def rounded(exact: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
+    """A compressed writer in its own dtype, with the sums along an axis kept: minus these is what was dropped.
+
+    In half precision it has been before, and lost its mean since. Where that is less than half a step, rounding takes
+    every number back to where it was, and what was dropped is wrong by d times the mean. So as many are rounded to
+    their other side as it takes, those first that are nearest the middle.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return exact.to(dtype)
+    rows = exact.movedim(axis, -1)
+    done = [_with_sums(some, dtype) for some in rows.reshape(-1, rows.shape[-1]).split(ROWS)]
+    return torch.cat(done).view(rows.shape).movedim(-1, axis)
+
+
+def _with_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    near = rows.to(dtype)
+    left = rows - near
+    missing = left.sum(1, keepdim=True)
+    signed = near.where(near != 0, torch.zeros_like(near).copysign(left.to(dtype)))
+    grows = signed.signbit() == left.signbit()
+    other = (signed.view(torch.int16) + (2 * grows.to(torch.int16) - 1)).view(dtype)  # the next one, on the other side
+    steps = (other.double() - near).where((left * missing > 0) & other.isfinite(), 0.0).abs()
+    order = (left.abs() / steps).nan_to_num(posinf=0.0).argsort(1, descending=True)
+    ordered = steps.gather(1, order)
+    enough = ordered.cumsum(1) - ordered / 2 < missing.abs()
+    return other.where(torch.zeros_like(enough).scatter(1, order, enough) & (steps > 0), near)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
 from normgeo.conversion.checks import check_convertible, check_inputs, check_options, check_unconverted
-from normgeo.conversion.compression import compress, expand, fold
+from normgeo.conversion.compression import compress, expand, fold, rounded
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import (
     INVISIBLE,
@@ -321,9 +321,11 @@ def _in_dtype(
         if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
     }  # fmt: skip
     rebuild(converted, recipe)
+    writers = dict(recipe.get("writers", ()))  # of a compressed model
     for name, value in _values(converted, recipe).items():
         if name in state:
-            value.copy_(state[name])
+            exactly = state[name]
+            value.copy_(rounded(exactly, writers[name], value.dtype) if name in writers else exactly)
     for head in recipe.get("heads", ()):
         mean: Any = converted.get_submodule(head).mean
         mean.copy_(exact.get_parameter(f"{head}.weight").mean(1))
