@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -170,9 +171,26 @@ def check_model(model: Any) -> None:
         return
     within = next((name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)), None)
     if within is None and hasattr(model, "main_input_name"):
+        _check_adapters(model)
         return
     give = f"the model within, its .{within}" if within else "what load_model returns"
     raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters around a model, of which what runs within tells nothing, and those that hide what it takes."""
+    name, configs = type(model).__name__, getattr(model, "peft_config", None) or {}
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+        raise ModelError(
+            f"the soft prompts of this {name} are no part of the model within, and change what its norms are given: "
+            "it can be neither measured nor converted with them; without them, give its .get_base_model()"
+        )
+    taken = inspect.signature(model.forward).parameters.values()
+    if configs and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken):
+        raise ModelError(
+            f"received a {name}, which does not tell what its model takes: give the model within, its "
+            ".get_base_model(), which has the adapters in it"
+        )
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:

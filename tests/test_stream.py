@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -216,6 +217,34 @@ def test_a_model_that_takes_no_token_ids_is_refused(tiny):
 )
 def test_what_is_no_model_is_refused(tiny, ids, given, says):
     model = given(tiny("gpt2"))
+    for do in (partial(measure_angles, tokens=ids, progress=False), find_sites, find_gauge, convert, decompress):
+        with pytest.raises(ModelError, match=says):
+            do(model)
+
+
+class Adapted(torch.nn.Module):
+    """What stands around a model with adapters, as of peft: it hands its attributes on."""
+
+    def __init__(self, model, *, soft):
+        super().__init__()
+        self.base_model, self.peft_config = model, {"default": SimpleNamespace(is_prompt_learning=soft)}
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("soft", "says"), [(True, "soft prompts of this Adapted"), (False, r"Adapted, which does not tell.*get_base_model")]
+)
+def test_adapters_that_the_model_within_does_without_or_that_hide_it_are_refused(tiny, ids, soft, says):
+    model = Adapted(tiny("gpt2"), soft=soft)
     for do in (partial(measure_angles, tokens=ids, progress=False), find_sites, find_gauge, convert, decompress):
         with pytest.raises(ModelError, match=says):
             do(model)
