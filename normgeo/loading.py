@@ -17,6 +17,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_peft_available
 
 from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
@@ -42,6 +43,9 @@ UNLOADABLE = (
     StrictDataclassError,
 )  # fmt: skip
 """What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
+
+ADAPTER = "adapter_config.json"
+"""What transformers looks for beside a model, and leaves out where peft is not installed."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -79,6 +83,11 @@ def load_model(
             not known.
     """
     path, options = whence(name, revision)
+    if Path(path, ADAPTER).is_file() and Path(path, "config.json").is_file() and not is_peft_available():
+        raise ModelError(
+            f"{name} has an adapter beside its model, which would be left out: install peft, or merge it "
+            "(merge_and_unload) and save that"
+        )
     try:
         config, cls = config_and_class(path, options, trust_remote_code)
         model = cls.from_pretrained(
@@ -275,6 +284,8 @@ def explained(name: str, error: Exception) -> ModelError:
     low, path = text.lower(), Path(name)
     if path.is_file():
         hint, text = "it is a file, and a model is a directory or a hub id", ""
+    elif (path / ADAPTER).is_file():
+        hint = "it is an adapter: merge it into its model (merge_and_unload) and save that"
     elif path.is_dir() and not (path / "config.json").exists():
         hint, text = "the directory has no config.json", ""
     elif not path.exists() and not _hub_id(name):

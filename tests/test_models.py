@@ -78,6 +78,16 @@ def test_models_without_embeddings_to_load_are_explained(tmp_path):
         load_model(tmp_path)
 
 
+def test_an_adapter_alone_is_no_model_and_is_not_left_out_beside_one(tmp_path, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="it is an adapter: merge it into its model"):
+        load_model(tmp_path)
+    tiny("gpt2").save_pretrained(tmp_path)
+    monkeypatch.setattr("normgeo.loading.is_peft_available", lambda: False)
+    with pytest.raises(ModelError, match="which would be left out: install peft, or merge it"):
+        load_model(tmp_path)
+
+
 def test_code_of_others_is_not_run_unless_asked(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}})
