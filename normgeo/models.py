@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, cast
@@ -198,20 +199,48 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.base_model)
 
 
+class _OfAllThreads:
+    """A setting of the whole process, in which several threads may be at once: the last one out puts it back."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.make, self.lock, self.within = make, threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.within:
+                self.setting = self.make()
+                self.setting.__enter__()
+            self.within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.within -= 1
+            if not self.within:
+                self.setting.__exit__(None, None, None)
+
+
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Models make constants in the default dtype; in float64 these have to be float64 too."""
+def _double() -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
 
 
+DOUBLE = _OfAllThreads(_double)
+EAGER = _OfAllThreads(lambda: torch.compiler.set_stance("force_eager"))
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Models make constants in the default dtype; in float64 these have to be float64 too."""
+    return DOUBLE if dtype == torch.float64 else contextlib.nullcontext()
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """While inside, compiled models run as they are written: their hooks would be compiled too, some without an end."""
-    return torch.compiler.set_stance("force_eager")
+    return EAGER
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs, max_context, several_inputs
 from normgeo.loading import explained
-from normgeo.models import base_model, tokenizer_digest, weights_digest
+from normgeo.models import base_model, default_dtype, tokenizer_digest, uncompiled, weights_digest
 from normgeo.tokens import SAMPLE, TokenStream
 from normgeo.training.train import evaluate
 
@@ -145,6 +145,23 @@ def test_what_is_on_this_machine_has_no_revision(tmp_path):
         for refused in (load_model, load_tokenizer):
             with pytest.raises(ModelError, match="where it has no revision 'v1': leave out --revision"):
                 refused(name, revision="v1")
+
+
+def test_what_is_set_for_the_whole_process_is_put_back_by_the_last_of_several_threads():
+    def set_now():
+        return torch.get_default_dtype(), torch._dynamo.eval_frame._stance.stance
+
+    before = set_now()
+    for first, second in ((0, 1), (1, 0)):  # who enters last leaves last, and first
+        inside = [(default_dtype(torch.float64), uncompiled()) for _ in range(2)]
+        for settings in inside:
+            for setting in settings:
+                setting.__enter__()
+        for settings in (inside[first], inside[second]):
+            assert set_now() == (torch.float64, "force_eager")
+            for setting in settings:
+                setting.__exit__(None, None, None)
+        assert set_now() == before
 
 
 def test_digest_sees_every_weight():
