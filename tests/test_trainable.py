@@ -68,6 +68,19 @@ def distance(a, b, writers):
     return worst
 
 
+def test_what_leaves_out_layers_at_random_is_not_trained():
+    """A mean that is removed in one of them would come through, and the gauge would be of those that ran."""
+    shape = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    shape |= {"encoder_layers": 3, "decoder_layers": 3, "vocab_size": 96, "d_model": 32, "max_position_embeddings": 64}
+    for often in (0.5, 0.0):
+        torch.manual_seed(0)
+        model = hf.MBartForConditionalGeneration(hf.MBartConfig(**shape, decoder_layerdrop=often, pad_token_id=0))
+        if often:
+            with pytest.raises(ConversionError, match=r"leaves out layers .*\(decoder_layerdrop=0.5\).*with 0"):
+                convert(model, trainable=True)
+        assert convert(model, trainable=not often).certificate.passed
+
+
 @pytest.mark.parametrize(
     ("name", "changes"), [*((n, c) for n, c in DROPOUT.items()), *((n, c) for n, c in NONE.items())],
     ids=[*(f"{n}-dropout" for n in DROPOUT), *NONE],

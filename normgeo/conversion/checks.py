@@ -13,7 +13,7 @@ from normgeo.errors import ConversionError
 from normgeo.models import check_model
 from normgeo.norms import CRMSNorm, RMSNorm
 
-__all__ = ["check_convertible", "check_inputs", "check_options", "check_unconverted"]
+__all__ = ["check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted"]
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -73,6 +73,21 @@ def check_convertible(model: PreTrainedModel) -> None:
         if type(parameter.data) is not Tensor:  # as a library's that quantizes
             kind = type(parameter.data).__name__
             raise ConversionError(f"{name} has no plain weights: {parameter_name} is of {kind}; convert it before that")
+
+
+def check_trainable(model: PreTrainedModel) -> None:
+    """Refuse to train a model of which layers are left out at random: what is recentered in them would be, too.
+
+    Raises:
+        ConversionError: how often they are left out, and what to do.
+    """
+    for config in (model.config, *(getattr(module, "config", None) for module in model.modules())):
+        often = {k: v for k, v in getattr(config, "__dict__", {}).items() if k.endswith("layerdrop") and v}
+        if said := ", ".join(f"{name}={value}" for name, value in often.items()):
+            raise ConversionError(
+                f"{type(model).__name__} leaves out layers at random while it trains ({said}), and what is recentered "
+                "in them: load it with 0 for these in its configuration, and convert that"
+            )
 
 
 def check_unconverted(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.centering import SIDE, center_all
 from normgeo.conversion.certify import Certificate, certificate_inputs, certify, listed
-from normgeo.conversion.checks import check_convertible, check_inputs, check_options, check_unconverted
+from normgeo.conversion.checks import check_convertible, check_inputs, check_options, check_trainable, check_unconverted
 from normgeo.conversion.compression import compress, expand, fold, rounded
 from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import (
@@ -125,6 +125,8 @@ def convert(
     """
     check_options(to, keep_tie=keep_tie, padded=padded, trainable=trainable, fold_affine=fold_affine)
     check_convertible(model)
+    if trainable:
+        check_trainable(model)
     check_inputs([*([] if inputs is None else [inputs]), *certify_on])
     with looking_at(outputs):
         inputs = reaching_inputs(model) if inputs is None else inputs
