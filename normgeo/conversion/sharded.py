@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -134,7 +135,8 @@ def convert_sharded(
         raise explained(str(source), error) from error
     _check_names(deep, shards, source)
     shallow, to = shallow_model(cls, config)
-    first = _with_weights(shallow, shards, to)
+    dtype = getattr(config, "dtype", None) or shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
+    first = _with_weights(shallow, shards, to, dtype)
     with looking_at(outputs):
         gauge = find_gauge(shallow)
     conversion = convert(first, outputs=outputs, gauge=gauge)
@@ -142,7 +144,7 @@ def convert_sharded(
     recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
     done = _of_all_layers(conversion, recipe, whole, to)
     with whole_directory(out) as folder:
-        _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to)
+        _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to, dtype)
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion, _few_layers(conversion.model, written, to))
@@ -230,11 +232,8 @@ def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrain
     return read
 
 
-def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread) -> PreTrainedModel:
+def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread, dtype: torch.dtype) -> PreTrainedModel:
     """The shallow model with the weights of layers that it stands for, in the dtype that it is loaded in."""
-    dtype = getattr(shallow.config, "dtype", None)
-    if dtype is None:
-        dtype = shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
     model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
     try:
         model.load_state_dict(_values(model, shards, to), strict=False)
@@ -292,14 +291,18 @@ def _config(config: PretrainedConfig, converted: PretrainedConfig) -> Pretrained
 
 
 def _write(
-    shards: Shards, folder: Path, gauge: Gauge, untied: list[list[str]], conversion: Conversion, to: Spread
-) -> None:
+    shards: Shards, folder: Path, gauge: Gauge, untied: list[list[str]], conversion: Conversion, to: Spread,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     home: dict[str, str] = {}
     size = 0
-    scales = {name: shards.read(name) for name in set(gauge.scaled.values())}
+    scales = {name: shards.read(name).to(dtype) for name in set(gauge.scaled.values())}
+    centered = {name for name, _ in (*gauge.writers, *gauge.scaled, *gauge.tables)}
     copies = {name: next(n for n in group if n in shards.home) for group in untied for name in group}
 
     def edited(name: str, value: Tensor) -> Tensor:
+        if name in centered:  # after it was rounded, as where it is loaded and converted in memory
+            value = value.to(dtype)
         center_writers({name: value} | {k: v.clone() for k, v in scales.items() if k != name}, gauge)
         return value
 
