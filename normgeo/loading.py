@@ -25,6 +25,7 @@ from normgeo.errors import ConversionError, ModelError
 from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory
 
 __all__ = [
+    "ADAPTER",
     "UNLOADABLE",
     "check_there",
     "commit_of",
@@ -285,7 +286,7 @@ def explained(name: str, error: Exception) -> ModelError:
     if path.is_file():
         hint, text = "it is a file, and a model is a directory or a hub id", ""
     elif (path / ADAPTER).is_file():
-        hint = "it is an adapter: merge it into its model (merge_and_unload) and save that"
+        hint, text = "it is an adapter: merge it into its model (merge_and_unload) and save that", ""
     elif path.is_dir() and not (path / "config.json").exists():
         hint, text = "the directory has no config.json", ""
     elif not path.exists() and not _hub_id(name):

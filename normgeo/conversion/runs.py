@@ -20,7 +20,7 @@ from normgeo.conversion.sharded import convert_sharded
 from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
-from normgeo.loading import commit_of, explained, label_of, load_model, load_tokenizer, whence
+from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
 from normgeo.models import pick_dtype, usable_device, weights_digest
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.files import whole_directory
@@ -84,7 +84,7 @@ def convert_checkpoint(
     if to not in ("rmsnorm", "crmsnorm"):
         raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
     check_options(to, keep_tie=keep_tie, padded=padded, fold_affine=fold_affine)
-    if (Path(name) / "adapter_config.json").is_file():
+    if (Path(name) / ADAPTER).is_file():
         raise ConversionError(f"{name} is an adapter that is not merged: call merge_and_unload() and save that first")
     with whole_directory(out, keep=False):
         pass  # say that it cannot be written before hours of work
