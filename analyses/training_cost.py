@@ -58,7 +58,8 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.set_ylabel("share of Pre-LN's step (%)")
     figures.legend(figure, columns=3)
     about = frame.iloc[0]
-    figure.suptitle(f"A training step: float32, threads: {about.threads}, {about.device}", fontsize=9)
+    precision = {"no": "float32"}.get(word := about.get("precision", "no"), word)
+    figure.suptitle(f"A training step: {precision}, threads: {about.threads}, {about.device}", fontsize=9)
     return figure
 
 

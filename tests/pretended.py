@@ -200,16 +200,20 @@ def tallied(norms, degrees, sines, group, histogram, out):
 class Packed:
     """An ensemble on a device, which gives moments in parts: of one as many as of its kind."""
 
-    def __init__(self, vectors, device):
-        self.units = torch.nn.functional.normalize(vectors.double()).to(device)
+    def __init__(self, vectors, device, centered):
+        self.units, self.centered = torch.nn.functional.normalize(vectors.double()).to(device), centered
 
-    def moments(self, x, index, lengths):
-        assert all(isinstance(t, Pretended) for t in (x, index, lengths, self.units))
-        index = index.inside
-        cosines = x.inside[index].double() @ self.units.inside.T / lengths.inside[index, None]
+    def moments(self, x, index, scalars):
+        assert all(isinstance(t, Pretended) for t in (x, index, scalars, self.units))
+        index, lengths = index.inside, scalars.inside
+        rows = x.inside[index].double()
+        kinds = [rows / lengths[0, index, None]]
+        if self.centered:
+            kinds.append((rows - rows.mean(1, keepdim=True)) / lengths[4, index, None])
+        both = torch.stack([vectors @ self.units.inside.T for vectors in kinds])
         parts = [
-            torch.stack([c.asin().sum(0), c.asin().square().sum(0), c.square().sum(0)])
-            for c in cosines.tensor_split(2 + (x.device.index or 0))
+            torch.stack([c.asin().sum(1), c.asin().square().sum(1), c.square().sum(1)], 1).flatten(0, 1)
+            for c in both.tensor_split(2 + (x.device.index or 0), 1)
         ]
         return torch.stack(parts).to(x.device)
 

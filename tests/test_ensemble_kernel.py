@@ -31,7 +31,7 @@ def moments(x, index, directions):
     units = directions.null
     scalars = kernels.project(x, units[:1].expand(3, -1).contiguous())
     if (packed := ensemble.packed(directions.ensemble, x.device)) is not None:
-        return packed.moments(x, index, scalars[0])[0]
+        return packed.moments(x, index, scalars)[0]
     rows = torch.empty(len(index), x.shape[1])
     kernels.gather(x, index, scalars, centered=False, out=rows)
     return kernels.moments((rows @ units.T.float())[None])[0]
@@ -132,7 +132,7 @@ def test_others_find_the_tiles_as_they_left_them(tmp_path):
 
 def test_what_torch_makes_by_default_does_not_matter():
     directions, x = Directions.seeded(40, 70), torch.randn(30, 40).bfloat16()
-    units = kernels.project(x, directions.units)[0]
+    units = kernels.project(x, directions.units)
     expected = (packed := ensemble.packed(directions.ensemble, x.device)) and packed.moments(x, torch.arange(30), units)
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)

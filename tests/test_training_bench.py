@@ -120,7 +120,7 @@ def test_steps_leave_weights_as_they_are_and_no_gradients(monkeypatch):
         return found
 
     of = replace(task, build=lambda form: built.append(task.build(form)) or built[-1], loss=loss)
-    steps = training_bench._variants(of, "cpu")
+    steps = training_bench._variants(of, "cpu", "no")
     before = [{name: value.clone() for name, value in model.state_dict().items()} for model in built]
     for (form, part), step in steps.items():
         clipped.clear()
@@ -194,15 +194,35 @@ def test_a_part_that_seems_to_cost_less_than_nothing_is_drawn_below_it():
 def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypatch):
     monkeypatch.setitem(SIZES, "tiny", small())
     out = tmp_path / "cost.parquet"
-    options = {"sizes": "tiny", "context": 16, "batch": 2, "vocabulary": 48, "rounds": 1, "out": out}
+    options = {
+        "sizes": "tiny",
+        "context": 16,
+        "batch": 2,
+        "vocabulary": 48,
+        "rounds": 1,
+        "precision": "bf16",
+        "out": out,
+    }
     status, printed, _ = normgeo("bench", "train", *(w for name, v in options.items() for w in (f"--{name}", v)))
     assert not status
     assert "unexplained" in printed
     assert "100.00%" in printed
-    assert training_cost.compute(out)["size"].unique().tolist() == ["tiny"]
+    frame = training_cost.compute(out)
+    assert frame["size"].unique().tolist() == ["tiny"]
+    assert "bf16" in training_cost.plot(frame).get_suptitle()
     out.unlink()
     with pytest.raises(DataError, match="is no table that"):
         training_cost.compute(out)
+
+
+def test_mixed_precision_is_what_a_step_computes_in(monkeypatch):
+    task, seen = text(small(), vocabulary=48), set()
+    spied = replace(task, loss=lambda logits, labels: (seen.add(logits.dtype), task.loss(logits, labels))[1])
+    frame = bench_training(spied, rounds=1, precision="bf16")
+    assert set(frame.precision) == {"bf16"}
+    assert seen == {torch.bfloat16}
+    with pytest.raises(NormGeoError, match="no precision 'fp16' here; choose no or bf16"):
+        bench_training(task, precision="fp16")
 
 
 def test_contexts_shorter_than_the_examples():

@@ -119,6 +119,8 @@ def test_the_pass_over_hidden_states_is_that_of_torch_in_float64(dtype, centered
     x, units = drawn((rows, d), dtype, 5), Directions.seeded(d, 0).units.to(DEVICE, torch.float64).contiguous()
     if rows > 1:
         x[0] = 3.0  # uniform: nothing is left without the mean
+        x[1] += 500  # of which little is
+        x[2, 0], x[3, d // 2] = 1e4, -1e4  # one number is nearly all
     found, expected = (torch.zeros((4 + centered, rows), dtype=torch.float64, device=DEVICE) for _ in range(2))
     kernels.on_cuda().project(x, units, centered, found, 1e-9)
     fallback.project(x, units, centered, expected)
@@ -172,29 +174,32 @@ def test_angles_are_added_up_to_the_last_bit(phases, phase, vectors):
     assert found[0][-1].sum() > 0
 
 
+@pytest.mark.parametrize("centered", [False, True], ids=["whole", "centered"])
 @pytest.mark.parametrize("multiprocessors", [1, 5])
 @pytest.mark.parametrize(("n", "d", "k"), [(0, 8, 5), (1, 7, 64), (150, 100, 70), (65, 576, 256)])
-def test_moments_of_angles_to_an_ensemble_are_those_of_float64(n, d, k, multiprocessors, monkeypatch):
+def test_moments_of_angles_to_an_ensemble_are_those_of_float64(n, d, k, multiprocessors, centered, monkeypatch):
     angles = kernels.angles_on_cuda()
     monkeypatch.setattr(angles, "multiprocessors", lambda device: multiprocessors)
     generator = torch.Generator().manual_seed(n)
     x = torch.randn((n + 9, d), generator=generator) * 10.0 ** torch.randint(-3, 5, (n + 9, 1), generator=generator)
-    x[3], x[4, 0], x[5, 0], x[6] = 0, torch.inf, torch.nan, x[6].sign() * 1e-30
+    x[::2] += 40 * x[::2].square().mean(1, keepdim=True).sqrt()  # of which a fortieth is left without the mean
+    x[3], x[4, 0], x[5, 0], x[6], x[8] = 0, torch.inf, torch.nan, x[7].sign() * 1e-30, 3.0
     x, index = x.bfloat16(), torch.randint(0, n + 9, (n,), generator=generator)
-    index[: min(n, 7)] = torch.arange(min(n, 7))
+    index[: min(n, 9)] = torch.arange(min(n, 9))
     directions = Directions.seeded(d, k, 3)
-    lengths = torch.linalg.vector_norm(x.double(), dim=1)
+    scalars = kernels.project(x.to(DEVICE), directions.units.to(DEVICE), centered=centered)
     torch.set_default_dtype(torch.float16)
     try:
-        packed = angles.packed(directions.ensemble, torch.device(DEVICE))
+        packed = angles.packed(directions.ensemble, torch.device(DEVICE), centered)
     finally:
         torch.set_default_dtype(torch.float32)
-    found = packed.moments(x.to(DEVICE), index.to(DEVICE), lengths.to(DEVICE)).sum(0).cpu()
-    rows = x[index][(lengths > 0)[index] & lengths.isfinite()[index]].double()
-    cosines = (rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)) @ directions.null.T
-    arcs = cosines.asin()
-    expected = torch.stack([arcs.sum(0), arcs.square().sum(0), cosines.square().sum(0)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = packed.moments(x.to(DEVICE), index.to(DEVICE), scalars).sum(0).cpu()
+    rows = x[index][x[index].isfinite().all(1)].double()
+    expected = []
+    for vectors in (rows, rows - rows.mean(1, keepdim=True))[: 1 + centered]:
+        arcs = (torch.nn.functional.normalize(vectors, dim=1, eps=1e-300) @ directions.null.T).asin()
+        expected += [arcs.sum(0), arcs.square().sum(0), arcs.sin().square().sum(0)]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("trained", [1, 1 << 25], ids=["kernel", "torch"])

@@ -64,7 +64,8 @@ def build_all():
             projections.gather(x[0], index, scalars, d[0] > 64, torch.empty(4, d[0], **on))
             if dtype is torch.bfloat16:
                 units, shrink = torch.empty(d[0], 256, dtype=dtype, **on), torch.empty(256, **on)
-                angles.Ensemble(units, shrink, 256, 33).moments(x[0], index, scalars[0])
+                for gram in (None, shrink):
+                    angles.Ensemble(units, shrink, gram, 256, 33).moments(x[0], index, scalars)
             if d[0] > 1000:  # which the sums of angles do not depend on
                 continue
             norm, group = torch.empty(2, 1 + (kind == 2), 5, **on), torch.empty(5, dtype=torch.uint8, **on)

@@ -5,7 +5,7 @@ with all directions gives their cosines, and one pass the moments of the angles.
 the sites. For LayerNorm the rows are collected without their mean, c = x - (x.û)û, of which the cosines of the
 standardized vectors follow directly, even where little is left, and those of x by x.v = c.v + (x.û)(û.v).
 
-Rows of bfloat16 from which no mean is taken are multiplied where they lie, by processors and GPUs that can.
+Rows of bfloat16 are multiplied where they lie, by processors that can (unless a mean is taken from them) and by GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions 
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
 FOUND = 64  # sites whose moments wait, in parts, to be added up together
 FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
-PHASES_OF = {"pre": [0, 1], "post": [2]}  # of vectors from which no mean is taken
+PHASES_OF = {("pre", False): [[0, 1]], ("post", False): [[2]], ("pre", True): [[0], [1]]}
+"""Which phases have the angles of vectors that keep their mean or lose it, and those of what is left."""
+
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
@@ -48,7 +50,8 @@ class _Chunk:
     rows: Tensor
     room: int
     scalars: list[Tensor] = field(default_factory=list)
-    sites: list[tuple[int, str]] = field(default_factory=list)
+    sites: list[int] = field(default_factory=list)
+    phases: list[list[list[int]]] = field(default_factory=list)
 
 
 class NullEnsemble:
@@ -72,8 +75,8 @@ class NullEnsemble:
         self._units = units.to(home)
         self._on: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._chunks: dict[tuple, _Chunk] = {}
-        self._packed: dict[tuple[int, torch.device], Any] = {}
-        self._found: list[tuple[tuple[int, str], Tensor]] = []
+        self._packed: dict[tuple[int, bool, torch.device], Any] = {}
+        self._found: list[tuple[int, list[list[int]], Tensor]] = []
         self._rows: dict[tuple, Sequence[Tensor]] = {}
         self._at: dict[tuple, Tensor] = {}
         self._n_tokens = 0
@@ -104,12 +107,12 @@ class NullEnsemble:
         """Collect the chosen rows of a site; `scalars` are what `kernels.project` gave for all of them."""
         d, device = hidden.shape[1], hidden.device
         centered = phase == "pre" and self.sites[site].kind == "layernorm"
-        if hidden.dtype is torch.bfloat16 and not centered:
-            if (d, device) not in self._packed:
-                self._packed[d, device] = packed(self.directions[d].ensemble[: self.k], device)
-            if (ensemble := self._packed[d, device]) is not None:
-                found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars[0])
-                self._found.append(((site, phase), found.to(self.home)))
+        if hidden.dtype is torch.bfloat16:
+            if (of := (d, centered, device)) not in self._packed:
+                self._packed[of] = packed(self.directions[d].ensemble[: self.k], device, centered=centered)
+            if (ensemble := self._packed[of]) is not None:
+                found = ensemble.moments(hidden, self.rows(hidden.shape[0], device), scalars)
+                self._found.append((site, PHASES_OF[phase, centered], found.to(self.home)))
                 if len(self._found) == FOUND:
                     self._add_found()
                 return
@@ -123,7 +126,8 @@ class NullEnsemble:
             chunk = self._chunks[key]
             at = len(chunk.sites) * n
             kernels.gather(hidden, index, scalars, centered=centered, out=chunk.rows[at : at + n])
-            chunk.sites.append((site, phase))
+            chunk.sites.append(site)
+            chunk.phases.append(PHASES_OF[phase, centered])
             if centered:
                 chunk.scalars.append(scalars.index_select(1, index))
             if len(chunk.sites) == chunk.room:
@@ -176,27 +180,29 @@ class NullEnsemble:
         with _whole_float32():
             cosines = (chunk.rows[:at_least] @ null)[:used]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
-        self._add(chunk.sites, moments, [[1]] * slots if centered else [PHASES_OF[phase] for _, phase in chunk.sites])
+        self._add(chunk.sites, moments, [phases[-1] for phases in chunk.phases])
         if centered:
             whole, along, left = (torch.cat([s[q] for s in chunk.scalars]) for q in (0, 1, 4))
             some = (whole > 0) & torch.isfinite(whole)
             share, along = (torch.where(some, q / whole, 0.0).to(cosines.dtype) for q in (left, along))
             cosines.mul_(share[:, None]).addr_(along, gram)
-            self._add(chunk.sites, kernels.moments(cosines.view(slots, -1, self.k)), [[0]] * slots)
-        chunk.sites.clear()
-        chunk.scalars.clear()
+            moments = kernels.moments(cosines.view(slots, -1, self.k))
+            self._add(chunk.sites, moments, [phases[0] for phases in chunk.phases])
+        for waiting in (chunk.sites, chunk.phases, chunk.scalars):
+            waiting.clear()
 
     def _add_found(self) -> None:
         """Add the moments that were found where rows lie; devices have them in as many parts as suits each."""
-        for parts in {len(found) for _, found in self._found}:
-            sites, found = zip(*(each for each in self._found if len(each[1]) == parts), strict=True)
-            self._add(sites, torch.stack(found).sum(1), [PHASES_OF[phase] for _, phase in sites])
+        for shape in {found.shape for *_, found in self._found}:
+            sites, phases, found = zip(*(each for each in self._found if each[2].shape == shape), strict=True)
+            for i, moments in enumerate(torch.stack(found).sum(1).split(3, 1)):
+                self._add(sites, moments, [of[i] for of in phases])
         self._found.clear()
 
-    def _add(self, sites: Sequence[tuple[int, str]], moments: Tensor, phases: Sequence[Sequence[int]]) -> None:
+    def _add(self, sites: Sequence[int], moments: Tensor, phases: Sequence[Sequence[int]]) -> None:
         """Add the moments [slots, 3, K] of these sites to these phases of theirs."""
         sums = moments.to(self.home).double().mul_(self._units).round_()
-        pairs = [(slot, 3 * site + p) for slot, (site, _) in enumerate(sites) for p in phases[slot]]
+        pairs = [(slot, 3 * site + p) for slot, site in enumerate(sites) for p in phases[slot]]
         if (at := self._at.get(tuple(pairs))) is None:  # the same in every batch; copying it to a device waits
             at = self._at[tuple(pairs)] = torch.tensor(pairs, device=self.home).T
         slot, where = at

@@ -39,13 +39,16 @@ from normgeo.training.recipe import Recipe, recipe_for
 from normgeo.training.train import adamw
 from normgeo.training.twins import build_twin
 
-__all__ = ["FORMS", "PARTS", "Task", "ablated", "bench_training", "breakdown", "images", "task_of", "text"]
+__all__ = ["FORMS", "MIXED", "PARTS", "Task", "ablated", "bench_training", "breakdown", "images", "task_of", "text"]
 
 FORMS = ("layernorm", "pre-rmsnorm", "pre-crmsnorm")
 """The Pre-LN model and its two training forms."""
 
 PARTS = ("norms", "linears", "input", "rest", "optimizer")
 """Norms; recentered and folded linear layers; recentered embeddings; forward and backward without these; AdamW."""
+
+MIXED = ("no", "bf16")
+"""Precisions that `train` takes; fp16 wants its losses scaled, which is no part of a step that could be taken away."""
 
 WITHOUT = {"layernorm": ("norms",), "pre-rmsnorm": PARTS[:3], "pre-crmsnorm": PARTS[:3]}
 
@@ -181,17 +184,19 @@ def _plain(reader: Reader) -> nn.Linear:
 
 
 def bench_training(
-    task: Task, *, rounds: int = 100, device: str = "cpu", seed: int = 0, progress: bool = False
+    task: Task, *, rounds: int = 100, precision: str = "no", device: str = "cpu", seed: int = 0, progress: bool = False
 ) -> pd.DataFrame:
     """Time training steps of the three forms, of copies without one part, and of the model without norms, interleaved.
 
-    Every variant takes one step a round, in random order, on the same inputs, in float32; a round before them warms up.
+    Every variant takes one step a round, in random order, on the same inputs; a round before them warms up. Weights are
+    of float32.
     Only whole forms have an optimizer, whose learning rate is 0: it does its work, and the weights stay where they are.
     Memory is not given back to the system meanwhile.
 
     Args:
         task: what is trained, as `text` and `images` make it.
         rounds: how many; quartiles want 100.
+        precision: mixed precision: no or bf16.
         device: cpu or a CUDA device.
         seed: of the order.
         progress: show a progress bar.
@@ -202,12 +207,14 @@ def bench_training(
         where. The form without norms is `layernorm` without `norms`. `breakdown` makes shares of them.
 
     Raises:
-        NormGeoError: fewer than one round, or no such device.
+        NormGeoError: fewer than one round, no such precision, or no such device.
     """
     if rounds < 1:
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    if precision not in MIXED:
+        raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
     device = usable_device(device)
-    steps = _variants(task, device)
+    steps = _variants(task, device, precision)
     measures = {" without ".join(name): step for name, step in steps.items()}
     tokens = task.about["batch"] * task.about["context"]
     rows = []
@@ -217,25 +224,26 @@ def bench_training(
             found = {"round": number, "form": form, "without": without}
             rows.append(found | {"forward_backward": passes, "optimizer": optimizer})
             advance(tokens)
-    return pd.DataFrame(rows).assign(**circumstances(torch.device(device)), **task.about, rounds=rounds)
+    about = {**circumstances(torch.device(device)), **task.about, "rounds": rounds, "precision": precision}
+    return pd.DataFrame(rows).assign(**about)
 
 
 Step = Callable[[], tuple[float, float]]
 
 
-def _variants(task: Task, device: str) -> dict[tuple[str, str], Step]:
+def _variants(task: Task, device: str, precision: str) -> dict[tuple[str, str], Step]:
     """By form and what it lacks: a step, which gives seconds of forward and backward, and of the optimizer."""
     task = replace(task, inputs={k: v.to(device) for k, v in task.inputs.items()}, labels=task.labels.to(device))
     steps = {}
     for form in FORMS:
         whole = task.build(form).to(device).train()  # pyright: ignore[reportArgumentType]
         for part in WITHOUT[form]:
-            steps[form, part] = _step(task, ablated(whole, part), whole)
-        steps[form, ""] = _step(task, whole)
+            steps[form, part] = _step(task, precision, ablated(whole, part), whole)
+        steps[form, ""] = _step(task, precision, whole)
     return steps
 
 
-def _step(task: Task, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> Step:
+def _step(task: Task, precision: str, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> Step:
     """A step of a whole form, or without optimizer of an ablated copy of `whole`, which shares parameters with it."""
     parameters, adam = [*model.parameters(), *(whole.parameters() if whole else ())], None
     options = {"use_cache": False} if "input_ids" in task.inputs else {}
@@ -250,7 +258,9 @@ def _step(task: Task, model: PreTrainedModel, whole: PreTrainedModel | None = No
 
     def step() -> tuple[float, float]:
         start = clock()
-        task.loss(model(**task.inputs, **options).logits, task.labels).backward()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = task.loss(model(**task.inputs, **options).logits, task.labels)
+        loss.backward()
         middle = clock()
         if adam is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.recipe.clip)

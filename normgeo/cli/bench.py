@@ -125,20 +125,20 @@ def bench_stream(
     context: Annotated[int, typer.Option(help="Tokens the model sees together.", min=1)] = 256,
     batch: Annotated[int, typer.Option(help="Contexts that go through the model together.", min=1)] = 8,
     rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.", min=1)] = 7,
+    dtype: Annotated[str, typer.Option(help="What `angles` takes.")] = "float32",
     device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the base model's forward pass with ways of measuring its hidden states."""
-    import torch
-
     from normgeo.bench.stream import bench_stream
     from normgeo.loading import load_model, load_tokenizer
-    from normgeo.models import usable_device
+    from normgeo.models import pick_dtype, usable_device
     from normgeo.tokens import load_tokens
 
     quiet()
     check_file(out)
-    loaded = load_model(model, dtype=torch.float32, device=usable_device(device or "cpu"))
+    where = usable_device(device or "cpu")
+    loaded = load_model(model, dtype=pick_dtype(dtype, where), device=where)
     tokens = load_tokens(data, load_tokenizer(model), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
@@ -146,7 +146,9 @@ def bench_stream(
         table.add_row(
             row["variant"], f"{row['ratio']:.3f}", f"{row['q25']:.3f} to {row['q75']:.3f}", f"{row['seconds']:.3f}"
         )
-    console.print(f"{model}, {batch} x {context} tokens, {rounds} interleaved rounds, {frame.device.iloc[0]}")
+    console.print(
+        f"{model}, {batch} x {context} tokens, {frame.dtype.iloc[0]}, {rounds} rounds, {frame.device.iloc[0]}"
+    )
     console.print(table)
     write_table(frame, out)
 
@@ -184,6 +186,7 @@ def bench_train(
     context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
+    precision: Annotated[str, typer.Option(help="Mixed precision: no or bf16.")] = "no",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet, after every size.")] = None,
 ) -> None:
@@ -197,7 +200,7 @@ def bench_train(
     raw, options = [], {"batch": batch, "context": context, "vocabulary": vocabulary}
     tasks = {size: training_bench.task_of(size, **options) for size in _words(sizes, "--sizes")}
     for size, task in tasks.items():
-        times = training_bench.bench_training(task, rounds=rounds, device=device, progress=True)
+        times = training_bench.bench_training(task, rounds=rounds, precision=precision, device=device, progress=True)
         raw.append(times.assign(size=size))
         frame = training_bench.breakdown(times)
         about = frame.iloc[0]
@@ -208,8 +211,8 @@ def bench_train(
                 f"{100 * row['q25']:.2f} to {100 * row['q75']:.2f}%", f"{row['seconds']:.4f}",
             )  # fmt: skip
         console.print(
-            f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, float32, {about.threads} threads "
-            f"of {about.device}, torch {about.torch}"
+            f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, mixed precision: {precision}, "
+            f"{about.threads} threads of {about.device}, torch {about.torch}"
         )
         console.print(table)
         write_table(pd.concat(raw, ignore_index=True), out)

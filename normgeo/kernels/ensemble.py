@@ -43,33 +43,37 @@ class Ensemble:
     k: int
 
     def moments(
-        self, x: Float[Tensor, "vectors d"], index: Int[Tensor, " n"], lengths: Float[Tensor, " vectors"]
-    ) -> Float[Tensor, "parts three k"]:
+        self, x: Float[Tensor, "vectors d"], index: Int[Tensor, " n"], scalars: Float[Tensor, "quantities vectors"]
+    ) -> Float[Tensor, "parts sums k"]:
         """Sums of arcsin(c), arcsin(c)^2 and c^2, in radians, over rows of x; a row without a length counts as zero.
 
-        Here they are of one part; on CUDA of parts of the rows, to be added up when all sites have theirs.
+        Here they are of one part; on CUDA of parts of the rows, to be added up when all sites have theirs. Where rows
+        lose their mean, the same three sums follow of what they are then.
 
         Args:
             x: bfloat16 on the CPU.
             index: the rows.
-            lengths: of all rows, float64 and contiguous.
+            scalars: what `kernels.project` gave for all rows, in float64 and contiguous.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((1, 3, len(self.shrink)), dtype=torch.float64, device="cpu")
         loaded()(
-            x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), lengths.data_ptr(),
+            x.data_ptr(), len(index), x.shape[1], x.stride(0), index.data_ptr(), scalars[0].data_ptr(),
             self.panels.data_ptr(), self.shrink.data_ptr(), len(self.panels), TILES, out.data_ptr(),
             cpu.parallel_for(),
         )  # fmt: skip
         return out[..., : self.k]
 
 
-def packed(vectors: Float[Tensor, "k d"], device: torch.device) -> Any:
-    """Vectors of bfloat16 for the kernel; None where there is none for this processor, or device."""
+def packed(vectors: Float[Tensor, "k d"], device: torch.device, *, centered: bool = False) -> Any:
+    """Vectors of bfloat16 for the kernel, for rows that lose their mean or keep it; None where there is no such kernel.
+
+    On the CPU there is none that takes means away.
+    """
     if device.type == "cuda":
         triton = kernels.angles_on_cuda(device)
-        return triton and triton.packed(vectors, device)
-    if device.type != "cpu" or loaded() is None:
+        return triton and triton.packed(vectors, device, centered)
+    if centered or device.type != "cpu" or loaded() is None:
         return None
     k, d = vectors.shape
     room = torch.zeros((-(-k // PANEL) * PANEL, -(-d // DEPTH) * DEPTH), dtype=torch.bfloat16, device="cpu")

@@ -9,6 +9,7 @@ where they lie: products of two bfloat16 are exact in float32, in which they are
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -24,8 +25,10 @@ __all__ = ["Ensemble", "launch_smallest", "packed", "tally"]
 
 BLOCK = 256  # vectors a program
 EDGES = 6  # least and most of three angles, behind the sums
-ROWS, COLUMNS, DEPTH = 64, 64, 64  # rows and directions of a program, and numbers of both that it multiplies at a time
-WARPS = 8  # of a program that multiplies: with fewer its numbers do not fit the registers
+COLUMNS, DEPTH = 64, 64  # directions of a program, and numbers of them that it multiplies at a time
+ROWS = {False: (64, 8), True: (32, 4)}
+"""Rows that a program multiplies at a time, and its warps, if they keep or lose their mean: what fits the registers."""
+
 SMALL, LARGE = 2.0**-90, 2.0**100  # lengths of which products would be lost, and what rows of those are multiplied by
 
 
@@ -108,56 +111,116 @@ def _arcsine(c):
     return tl.where(c < 0, -r, r)
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit
+@no_type_check
+def _dots(
+    x_at, index, units_at, column, known, factor, high, low, d, stride, CENTERED: tl.constexpr, SCALED: tl.constexpr,
+    K: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Rows times some of the vectors: as they are, times a factor, or without their mean, which is high + low."""
+    dots = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, d, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        there = known[:, None] & (k < d)[None, :]
+        v = tl.load(x_at + index[:, None] * stride + k[None, :], mask=there, other=0.0)
+        unit = tl.load(units_at + k[:, None] * K + column[None, :], mask=(k < d)[:, None], other=0.0).to(NARROW)
+        if CENTERED:  # what has 24 bits is the sum of three numbers of 8
+            rest = tl.where(there, ((v.to(tl.float32) - high[:, None]) - low[:, None]) * factor[:, None], 0.0)
+            v = rest.to(tl.bfloat16)
+            rest -= v.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            last = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            dots = tl.dot(last.to(NARROW), unit, dots)
+            dots = tl.dot(middle.to(NARROW), unit, dots)
+        elif SCALED:
+            v = (v.to(tl.float32) * factor[:, None]).to(tl.bfloat16)
+        dots = tl.dot(v.to(NARROW), unit, dots)
+    return dots
+
+
+@triton.jit
+@no_type_check
+def _known(length, inside):
+    """Which rows have a length in float32, and that, or one."""
+    length = length.to(tl.float32)
+    known = inside & (length > 0) & (length < float("inf"))  # not so where it is NaN
+    return known, tl.where(known, length, 1.0)
+
+
+@triton.jit
+@no_type_check
+def _added(cosine, known, first, second, third):
+    """The sums of the angles of [rows, vectors], of their squares, and of the squares of the cosines, with these."""
+    cosine = tl.where(known[:, None], cosine, 0.0)
+    arc = _arcsine(cosine).to(tl.float64)
+    cosine = cosine.to(tl.float64)
+    return first + tl.sum(arc, axis=0), second + tl.sum(arc * arc, axis=0), third + tl.sum(cosine * cosine, axis=0)
+
+
+@triton.jit
+@no_type_check
+def _sums_at(out_at, K: tl.constexpr, first, second, third):
+    tl.store(out_at, first)
+    tl.store(out_at + K, second)
+    tl.store(out_at + 2 * K, third)
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "plane"])
 @no_type_check
 def _moments(
-    x_at, index_at, lengths_at, units_at, shrink_at, out_at, rows, steps, d, stride, K: tl.constexpr,
-    NARROW: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x_at, index_at, scalars_at, units_at, shrink_at, gram_at, out_at, rows, steps, plane, d, stride,
+    CENTERED: tl.constexpr, K: tl.constexpr, NARROW: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     part, block = tl.program_id(0) // (K // COLUMNS), tl.program_id(0) % (K // COLUMNS)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    column, plane = block * COLUMNS + tl.arange(0, COLUMNS), plane.to(tl.int64)
     shrink = tl.load(shrink_at + column)
     first = tl.zeros((COLUMNS,), tl.float64)
-    second = tl.zeros((COLUMNS,), tl.float64)
-    third = tl.zeros((COLUMNS,), tl.float64)
+    second, third, fourth, fifth, sixth = first, first, first, first, first
     for step in range(steps):
         row = (part * steps + step) * ROWS + tl.arange(0, ROWS)
         inside = row < rows
         index = tl.load(index_at + row, mask=inside, other=0).to(tl.int64)
-        length = tl.load(lengths_at + index, mask=inside, other=0.0).to(tl.float32)
-        known = inside & (length > 0) & (length < float("inf"))  # not so where it is NaN
-        length = tl.where(known, length, 1.0)
-        dots = tl.zeros((ROWS, COLUMNS), tl.float32)
-        if tl.min(length, axis=0) < SMALL:  # rows of numbers so small that their products are nothing
+        whole = tl.load(scalars_at + index, mask=inside, other=0.0)
+        if CENTERED:
+            along = tl.load(scalars_at + plane + index, mask=inside, other=0.0)
+            known, length = _known(tl.load(scalars_at + 4 * plane + index, mask=inside, other=0.0), inside)
+            mean = tl.where(known, along, 0.0) / tl.sqrt(tl.full((ROWS,), 0.0, tl.float64) + d)
+            high = mean.to(tl.float32)
+            low = (mean - high.to(tl.float64)).to(tl.float32)
             factor = tl.where(length < SMALL, LARGE, 1.0)
-            for start in range(0, d, DEPTH):
-                k = start + tl.arange(0, DEPTH)
-                v = tl.load(
-                    x_at + index[:, None] * stride + k[None, :], mask=known[:, None] & (k < d)[None, :], other=0.0
-                )
-                v = (v.to(tl.float32) * factor[:, None]).to(NARROW)
-                unit = tl.load(units_at + k[:, None] * K + column[None, :], mask=(k < d)[:, None], other=0.0)
-                dots = tl.dot(v.to(NARROW), unit.to(NARROW), dots)
-            length *= factor
+            dots = _dots(
+                x_at, index, units_at, column, known, factor, high, low, d, stride, True, True, K, NARROW, ROWS,
+                COLUMNS, DEPTH,
+            )  # fmt: skip
+            dots *= (1.0 / (length * factor))[:, None] * shrink[None, :]
+            fourth, fifth, sixth = _added(dots, known, fourth, fifth, sixth)
+            some, _ = _known(whole, inside)
+            whole = tl.where(some, whole, 1.0)
+            share = tl.where(known & some, length.to(tl.float64) / whole, 0.0).to(tl.float32)
+            along = tl.where(some, along / whole, 0.0).to(tl.float32)
+            dots = dots * share[:, None] + along[:, None] * tl.load(gram_at + column)[None, :]
+            first, second, third = _added(dots, some, first, second, third)
         else:
-            for start in range(0, d, DEPTH):
-                k = start + tl.arange(0, DEPTH)
-                v = tl.load(
-                    x_at + index[:, None] * stride + k[None, :], mask=known[:, None] & (k < d)[None, :], other=0.0
-                )
-                unit = tl.load(units_at + k[:, None] * K + column[None, :], mask=(k < d)[:, None], other=0.0)
-                dots = tl.dot(v.to(NARROW), unit.to(NARROW), dots)
-        cosine = tl.where(known[:, None], dots * (1.0 / length)[:, None] * shrink[None, :], 0.0)
-        arc = _arcsine(cosine).to(tl.float64)
-        cosine = cosine.to(tl.float64)
-        first += tl.sum(arc, axis=0)
-        second += tl.sum(arc * arc, axis=0)
-        third += tl.sum(cosine * cosine, axis=0)
-    out_at += part.to(tl.int64) * 3 * K
-    tl.store(out_at + column, first)
-    tl.store(out_at + K + column, second)
-    tl.store(out_at + 2 * K + column, third)
+            known, length = _known(whole, inside)
+            # of numbers so small that their products are nothing, rows are made larger first
+            factor = tl.where(length < SMALL, LARGE, 1.0)
+            if tl.min(length, axis=0) < SMALL:
+                dots = _dots(
+                    x_at, index, units_at, column, known, factor, factor, factor, d, stride, False, True, K, NARROW,
+                    ROWS, COLUMNS, DEPTH,
+                )  # fmt: skip
+            else:
+                dots = _dots(
+                    x_at, index, units_at, column, known, factor, factor, factor, d, stride, False, False, K, NARROW,
+                    ROWS, COLUMNS, DEPTH,
+                )  # fmt: skip
+            dots *= (1.0 / (length * factor))[:, None] * shrink[None, :]
+            first, second, third = _added(dots, known, first, second, third)
+    out_at += part.to(tl.int64) * (6 * K if CENTERED else 3 * K) + column
+    _sums_at(out_at, K, first, second, third)
+    if CENTERED:
+        _sums_at(out_at + 3 * K, K, fourth, fifth, sixth)
 
 
 TALLY, MOMENTS = Launcher(_tally), Launcher(_moments)
@@ -185,37 +248,43 @@ class Ensemble:
     Attributes:
         units: bfloat16 [d, K], K a multiple of what a program has.
         shrink: float32 [K], one over the vectors' lengths; zero for what is none of theirs.
+        gram: float32 [K], the vectors' cosines with û, if rows lose their mean first; else None.
         k: how many vectors.
         parts: how many programs share the rows, however few.
     """
 
     units: Tensor
     shrink: Tensor
+    gram: Tensor | None
     k: int
     parts: int
 
-    def moments(self, x: Tensor, index: Tensor, lengths: Tensor) -> Tensor:
-        """As those of `kernels.ensemble.Ensemble`, of parts of the rows: [parts, 3, k]."""
-        x, room = x if x.stride(1) == 1 else x.contiguous(), len(self.shrink)
-        out = torch.empty((self.parts, 3, room), dtype=torch.float64, device=x.device)
-        steps = -(-len(index) // (ROWS * self.parts))
+    def moments(self, x: Tensor, index: Tensor, scalars: Tensor) -> Tensor:
+        """As those of `kernels.ensemble.Ensemble`, of parts of the rows: [parts, 3 or 6, k]."""
+        x, room, centered = x if x.stride(1) == 1 else x.contiguous(), len(self.shrink), self.gram is not None
+        out = torch.empty((self.parts, 6 if centered else 3, room), dtype=torch.float64, device=x.device)
+        rows, warps = ROWS[centered]
+        steps = -(-len(index) // (rows * self.parts))
         narrow = tl.float32 if x.is_cpu else tl.bfloat16  # Triton's interpreter does not multiply those
         MOMENTS(
-            self.parts * (room // COLUMNS), (x, index, lengths, self.units, self.shrink, out), (len(index), steps),
-            (x.shape[1], x.stride(0)), (room, narrow, SMALL, LARGE, ROWS, COLUMNS, DEPTH), WARPS,
+            self.parts * (room // COLUMNS), (x, index, scalars, self.units, self.shrink, self.gram, out),
+            (len(index), steps, scalars.stride(0)), (x.shape[1], x.stride(0)),
+            (centered, room, narrow, SMALL, LARGE, rows, COLUMNS, DEPTH), warps,
         )  # fmt: skip
         return out[..., : self.k]
 
 
-def packed(vectors: Tensor, device: torch.device) -> Ensemble:
-    """Vectors of bfloat16 [k, d] for the kernel."""
+def packed(vectors: Tensor, device: torch.device, centered: bool) -> Ensemble:
+    """Vectors of bfloat16 [k, d] for the kernel, and rows that lose their mean first, if they are to."""
     k, d = vectors.shape
     room = -(-k // COLUMNS) * COLUMNS
     units = torch.zeros((d, room), dtype=torch.bfloat16, device="cpu")
-    shrink = torch.zeros(room, dtype=torch.float32, device="cpu")
-    units[:, :k] = vectors.T
-    shrink[:k] = 1 / torch.linalg.vector_norm(vectors.double(), dim=1)
-    return Ensemble(units.to(device), shrink.to(device), k, max(1, multiprocessors(device) // (room // COLUMNS)))
+    shrink, gram = torch.zeros((2, room), dtype=torch.float32, device="cpu")
+    units[:, :k], wide = vectors.T, vectors.double()
+    shrink[:k] = 1 / torch.linalg.vector_norm(wide, dim=1)
+    gram[:k] = wide.sum(1) / (torch.linalg.vector_norm(wide, dim=1) * math.sqrt(d))
+    parts = max(1, multiprocessors(device) // (room // COLUMNS))
+    return Ensemble(units.to(device), shrink.to(device), gram.to(device) if centered else None, k, parts)
 
 
 def launch_smallest(device: torch.device) -> None:
@@ -225,12 +294,13 @@ def launch_smallest(device: torch.device) -> None:
     group, sites = torch.zeros(2, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     counts = torch.zeros((1, 3, 3, BINS), dtype=torch.int64, device=device)
     rows = torch.ones((2, 16), dtype=torch.bfloat16, device=device)
-    ensemble = packed(rows[:1].cpu(), device)
+    ensembles = [packed(rows[:1].cpu(), device, centered) for centered in (False, True)]
+    scalars = torch.tensor([[8.0], [2.0], [0.0], [0.0], [8.0]], dtype=torch.float64, device=device).repeat(1, 2)
     for number in (1, 2):
         sums = torch.empty((1, 3, 13), dtype=torch.float64, device=device)
         out = Sums(sums, torch.empty_like(sums[..., :3]), torch.empty_like(sums[..., :3]))
         tally(ones, degrees, sines, group, Histogram(counts, sites, 0), out)
-        lengths = torch.full((2,), 8.0, dtype=torch.float64, device=device)
-        energy = ensemble.moments(rows, torch.arange(2, device=device), lengths)[:, 2].sum()
-        if (float(sums[0, 0, 0]), int(counts[0, 0, 0].max()), float(energy)) != (2.0, 2 * number, 0.5):
+        moments = [e.moments(rows, torch.arange(2, device=device), scalars).sum((0, 2)).tolist() for e in ensembles]
+        found = float(sums[0, 0, 0]), int(counts[0, 0, 0].max()), moments[0][2], *moments[1][2::3]
+        if found != (2.0, 2 * number, 0.5, 0.5, 0.125):
             raise RuntimeError("angles came out wrong")

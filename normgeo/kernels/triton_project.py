@@ -32,39 +32,47 @@ def _project(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, plane = row < rows, plane.to(tl.int64)
     at = row.to(tl.int64)[:, None] * stride
+    shift = tl.zeros((ROWS,), tl.float64)
+    if CENTERED:  # moved by its first number, a row's squares are at most 1 + d times what they are without its mean,
+        # which can be taken from their sum then, of whatever row: one reading gives it all
+        shift = tl.load(x_at + row.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float64)
     squares = tl.zeros((ROWS, BLOCK), tl.float64)
     first = tl.zeros((ROWS, BLOCK), tl.float64)
     second = tl.zeros((ROWS, BLOCK), tl.float64)
     third = tl.zeros((ROWS, BLOCK), tl.float64)
+    seconds = tl.zeros((BLOCK,), tl.float64)
+    thirds = tl.zeros((BLOCK,), tl.float64)
     for start in tl.range(0, d, BLOCK, loop_unroll_factor=AT_ONCE):
         # a warp whose threads take two numbers each has x as it has the units, which it can load in twos alone: else
         # they would change hands, through shared memory
         column = tl.max_contiguous(start + tl.arange(0, BLOCK), 2)
         there = column < d
         v = tl.load(x_at + at + column[None, :], mask=inside[:, None] & there[None, :], other=0.0).to(tl.float64)
+        if CENTERED:
+            v = tl.where(there[None, :], v - shift[:, None], 0.0)
         squares += v * v
         first += v
         unit = tl.load(units_at + d + column, mask=there, other=0.0)
         second += v * unit[None, :]
+        if CENTERED:
+            seconds += unit
         unit = tl.load(units_at + 2 * d + column, mask=there, other=0.0)
         third += v * unit[None, :]
-    along = tl.sum(first, axis=1) * tl.load(units_at)  # the first unit vector is that number everywhere
-    length = tl.sqrt(tl.sum(squares, axis=1))
+        if CENTERED:
+            thirds += unit
+    square, whole = tl.sum(squares, axis=1), tl.sum(first, axis=1)
+    dot, other = tl.sum(second, axis=1), tl.sum(third, axis=1)
+    along = (whole + shift * d) * tl.load(units_at)  # the first unit vector is that number everywhere
+    length = tl.sqrt(square)
+    if CENTERED:
+        left = tl.maximum(square - whole * whole / d, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        length, rest = tl.sqrt(left + along * along), tl.sqrt(left)
+        dot, other = dot + shift * tl.sum(seconds, axis=0), other + shift * tl.sum(thirds, axis=0)
+        tl.store(out_at + 4 * plane + row, tl.where(rest <= nothing * length, 0.0, rest), mask=inside)
     tl.store(out_at + row, length, mask=inside)
     tl.store(out_at + plane + row, along, mask=inside)
-    tl.store(out_at + 2 * plane + row, tl.sum(second, axis=1), mask=inside)
-    tl.store(out_at + 3 * plane + row, tl.sum(third, axis=1), mask=inside)
-    if CENTERED:  # the rows are in the cache still; the difference of squares would be rounding where little is left
-        mean = along / tl.sqrt(tl.full((ROWS,), 0.0, tl.float64) + d)
-        left = tl.zeros((ROWS, BLOCK), tl.float64)
-        for start in tl.range(0, d, BLOCK, loop_unroll_factor=AT_ONCE):
-            column = start + tl.arange(0, BLOCK)
-            there = inside[:, None] & (column < d)[None, :]
-            v = tl.load(x_at + at + column[None, :], mask=there, other=0.0).to(tl.float64)
-            v = tl.where(there, v - mean[:, None], 0.0)
-            left += v * v
-        rest = tl.sqrt(tl.sum(left, axis=1))
-        tl.store(out_at + 4 * plane + row, tl.where(rest <= nothing * length, 0.0, rest), mask=inside)
+    tl.store(out_at + 2 * plane + row, dot, mask=inside)
+    tl.store(out_at + 3 * plane + row, other, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "plane"])
