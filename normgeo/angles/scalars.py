@@ -75,21 +75,20 @@ class ScalarWriter:
     def create(self, directions: dict[int, Directions]) -> None:
         """Make the empty store."""
         zarr.open_group(self.path.parent, mode="a")  # several models' groups lie side by side in one store
-        root = zarr.create_group(self.path, overwrite=True)
-        root.attrs["quantities"] = list(QUANTITIES)
-        root.attrs["random_norms"] = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist()
-                                      for d, v in directions.items()}  # fmt: skip
+        norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
+        attributes = {"quantities": list(QUANTITIES), "random_norms": norms}
+        root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
         for name in ("id", "document", "position"):
             root.create_array(f"tokens/{name}", shape=(self.n_tokens,), chunks=(self.block,), dtype="int64",
                               compressors=None, dimension_names=("token",))  # fmt: skip
         for i, phase in self._kept:
             site, quantities = self.sites[i], _quantities(phase)
-            array = root.create_array(
+            root.create_array(
                 f"sites/{site.key}/{phase}", shape=(self.n_tokens * site.heads, len(quantities)),
                 chunks=(self.block * site.heads, len(quantities)), dtype="float32", fill_value=float("nan"),
                 compressors=None, dimension_names=("vector", "quantity"),
+                attributes={**asdict(site), "quantities": list(quantities)},
             )  # fmt: skip
-            array.attrs.update({**asdict(site), "quantities": list(quantities)})
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
         """Keep the norms and angles of the batch that has just gone through the statistics."""

@@ -115,10 +115,11 @@ def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedMod
 def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: bool = False) -> PreTrainedModel:
     """A copy as `float64_copy` gives it, with every value moved a little, unless some must be what they are to run."""
     probe = float64_copy(model, tied=tied)
-    generator = torch.Generator().manual_seed(0)
+    generators = {device: torch.Generator(device).manual_seed(0) for device in {p.device for p in probe.parameters()}}
     for parameter in probe.parameters():
-        size = max(float(parameter.abs().mean()), 0.02)
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+        size, device = max(float(parameter.abs().mean()), 0.02), parameter.device
+        # where it is, and in float32: on a CPU billions of float64 would take minutes
+        noise = torch.randn(parameter.shape, generator=generators[device], dtype=torch.float32, device=device)
         parameter.add_(noise, alpha=(0.3 if parameter.ndim == 1 else 0.03) * size)
     try:
         outputs_of(probe, inputs)

@@ -330,7 +330,7 @@ def create(
         _array(root, spec.name, spec.dtype, shape, chunks, names)
     for site, rebuild, kind in zip(sites, rebuilds, classes, strict=True):
         group = root.require_group(f"sites/{site.key}")
-        group.attrs.update(
+        group.update_attributes(  # at once: `attrs` writes each on its own
             asdict(site) | {
                 "class": kind, "recipe": rebuild.recipe, "gamma": f"gain + {rebuild.offset:g}", "beta": "bias",
                 "offset": rebuild.offset, "bit_equal": rebuild.bit_equal, "error": rebuild.error,
