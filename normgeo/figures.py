@@ -311,4 +311,9 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
 def save(figure: matplotlib.figure.Figure, stem: Path) -> None:
     """Write a figure as .png (300 dpi) and .svg."""
     figure.savefig(stem.with_name(stem.name + ".png"), dpi=300)
-    figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
+    engine = figure.get_layout_engine()
+    figure.set_layout_engine(None)  # it is laid out by now, and to do so again it would be drawn once more
+    try:
+        figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
+    finally:
+        figure.set_layout_engine(engine)

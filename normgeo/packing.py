@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["Context", "Packed"]
 
-DOCUMENTS_AT_ONCE = 16
+DOCUMENTS_AT_ONCE = 16  # of a tokenizer that has many cores
 MARK_EVERY = 1 << 20
 
 Context = tuple[np.ndarray, np.ndarray]
@@ -63,7 +63,8 @@ class Packed:
 
     def _encoded(self, first: int) -> Iterator[list[int]]:
         """The ids of the documents from this one on; those without text are none."""
-        texts = itertools.islice((text for text in self._documents() if text.strip()), first, None)
-        while chunk := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+        texts, at_once = itertools.islice((text for text in self._documents() if text.strip()), first, None), 1
+        while chunk := list(itertools.islice(texts, at_once)):
             for ids in self._tokenizer(chunk, verbose=False)["input_ids"]:
                 yield ids + self._separator
+            at_once = min(2 * at_once, DOCUMENTS_AT_ONCE)  # a few tokens are in the first document
