@@ -58,7 +58,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.set_ylabel("share of Pre-LN's step (%)")
     figures.legend(figure, columns=3)
     about = frame.iloc[0]
-    precision = {"no": "float32"}.get(word := about.get("precision", "no"), word)
+    precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.get("precision", "no")]
     figure.suptitle(f"A training step: {precision}, threads: {about.threads}, {about.device}", fontsize=9)
     return figure
 

@@ -209,7 +209,7 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     assert "100.00%" in printed
     frame = training_cost.compute(out)
     assert frame["size"].unique().tolist() == ["tiny"]
-    assert "bf16" in training_cost.plot(frame).get_suptitle()
+    assert "mixed precision, bfloat16" in training_cost.plot(frame).get_suptitle()
     out.unlink()
     with pytest.raises(DataError, match="is no table that"):
         training_cost.compute(out)
