@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import matplotlib.figure
 import numpy as np
-import seaborn as sns
 from matplotlib.ticker import MaxNLocator
 
 from normgeo.figures import WIDTH
 
-PALETTE = sns.color_palette("colorblind")
 DEPTH = "layer (norms of a layer in order)"
 
 

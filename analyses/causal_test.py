@@ -72,7 +72,7 @@ def _changes(axes: Axes, values: np.ndarray) -> None:
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     for row, value in enumerate(values):
-        x, color = max(value, low), _axes.PALETTE[row]
+        x, color = max(value, low), figures.PALETTE[row]
         axes.hlines(row, low, x, color=color, linewidth=1.2)
         axes.plot(x, row, "os"[row % 2], color=color, markersize=5, clip_on=False, zorder=5,
                   markerfacecolor=color if value > 0 else "white")  # fmt: skip

@@ -36,7 +36,7 @@ from normgeo.models import default_dtype
 from normgeo.sites import NormSite, find_sites
 
 VERDICTS = {
-    "complete": _axes.PALETTE[0], "partial": _axes.PALETTE[1], "refused": _axes.PALETTE[3], "none": "0.8",
+    "complete": figures.PALETTE[0], "partial": figures.PALETTE[1], "refused": figures.PALETTE[3], "none": "0.8",
     "wrong": "0.3", "crash": "0",
 }  # fmt: skip
 """What may come of a conversion, and its color."""

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analyses import _axes, _source
+from analyses import _source
 from normgeo import figures
 from normgeo.bench.inference import summary
 from normgeo.bench.inference_models import SIZES
@@ -120,7 +120,7 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> 
         if rows[value].isna().all():
             continue
         error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
-        at, color = np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), ENDS.get(name, _axes.PALETTE[k % 7])
+        at, color = np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), ENDS.get(name, figures.PALETTE[k % 7])
         ticks: Any = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
         if prefix:
             axes.bar(at, rows[value], wide, yerr=error, label=LABELS[name], color=color, linewidth=0, error_kw=ticks)

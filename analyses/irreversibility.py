@@ -92,7 +92,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         for k, (kind, label) in enumerate(NORMS.items()):
             part = frame[(frame.model == model) & (frame.standardization == kind)].sort_values("depth")
             axes.plot(
-                part.depth, 100 * part.lost_share, f"{'os'[k]}-", color=_axes.PALETTE[k], markersize=3, linewidth=1,
+                part.depth, 100 * part.lost_share, f"{'os'[k]}-", color=figures.PALETTE[k], markersize=3, linewidth=1,
                 label=label,
             )  # fmt: skip
     grid[0, 0].set_ylabel("variance lost (%)")

@@ -14,7 +14,6 @@ import pandas as pd
 import seaborn as sns
 import torch
 
-from analyses import _axes
 from normgeo import figures
 from normgeo.geometry import angle, mean_vector, orthogonal_component, standardize, uniform_vector
 
@@ -56,7 +55,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     sns.set_style("white")
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 4.6), layout="constrained")
     vectors = {row["vector"]: np.array([row["x1"], row["x2"], row["x3"]]) for row in frame.to_dict("records")}
-    colors = dict(zip(vectors, _axes.PALETTE, strict=False))
+    colors = dict(zip(vectors, figures.PALETTE, strict=False))
     for k, (title, shown) in enumerate(STEPS.items()):
         axes: Any = figure.add_subplot(2, 3, k + 1, projection="3d", computed_zorder=False)
         _backdrop(axes, 2.0)

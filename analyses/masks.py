@@ -79,7 +79,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 part = rows[(rows.phase == phase) & (rows["mask"] == mask)].sort_values("depth")
                 axes.errorbar(
                     part.depth + 0.1 * (k - (len(masks) - 1) / 2), part.mean_deg, part.std_deg, markersize=3,
-                    fmt=f"{'osD^v'[k % 5]}-", color=_axes.PALETTE[k % 10], linewidth=1, elinewidth=0.8, capsize=1.5,
+                    fmt=f"{'osD^v'[k % 5]}-", color=figures.PALETTE[k % 10], linewidth=1, elinewidth=0.8, capsize=1.5,
                     label=mask, zorder=3,
                 )  # fmt: skip
     figures.legend(figure)

@@ -23,7 +23,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, grid = _axes.grid(1, ["Models of Geometry table 1"], xlabel="weights in 16-bit precision (GB)")
     axes = grid[0, 0]
     for k, (norm, part) in enumerate(frame.groupby("norm", sort=False)):
-        bars = axes.barh(part.name, part.memory_gb, color=_axes.PALETTE[k], height=0.7, label=str(norm))
+        bars = axes.barh(part.name, part.memory_gb, color=figures.PALETTE[k], height=0.7, label=str(norm))
         axes.bar_label(
             bars, [f"d = {d}, {n} layers" for d, n in zip(part.d, part.layers, strict=True)], padding=3, fontsize=7
         )

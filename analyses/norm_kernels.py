@@ -12,7 +12,7 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 
-from analyses import _axes, _source
+from analyses import _source
 from normgeo import figures
 from normgeo.bench.norms import norm_summary
 
@@ -59,7 +59,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             error = np.abs(rows[["ratio_q25", "ratio_q75"]].to_numpy().T - rows.ratio.to_numpy())
             axes.bar(
                 np.arange(len(shapes)) + wide * (k - (len(shown) - 1) / 2), rows.ratio, wide, yerr=error,
-                label=SHOWN[name], color="0.72" if name == "copy" else _axes.PALETTE[k], linewidth=0,
+                label=SHOWN[name], color="0.72" if name == "copy" else figures.PALETTE[k], linewidth=0,
                 error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
             )  # fmt: skip
             for at, value in enumerate(rows.ratio):

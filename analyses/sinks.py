@@ -45,7 +45,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         for k, (group, label) in enumerate(GROUP_LABELS.items()):
             part = rows[rows.tokens == group].sort_values("depth")
             if len(part):
-                style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label, "zorder": 3}
+                style = {"color": figures.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label, "zorder": 3}
                 x = part.depth + 0.08 * (k - 1)
                 angle.errorbar(x, part.mean_deg, part.std_deg, fmt=f"{'osD'[k]}-", elinewidth=0.8, capsize=1.5, **style)
                 norm.plot(part.depth, part.mean_norm, f"{'osD'[k]}-", **style)

@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from analyses import _axes
 from normgeo import figures
 from normgeo.angles.scalars import bytes_needed
 from normgeo.angles.statistics import AngleStatistics
@@ -160,7 +159,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         for k, (name, each) in enumerate(part.groupby("machine", sort=False)):
             at = [list(TIERS).index(tier) + 0.36 * k - 0.18 for tier in each.tier]
             label = f"{name} ({each.rates.iloc[0]} rates)"
-            bars = time.barh(at, each.hours, height=0.34, color=_axes.PALETTE[k], label=label)
+            bars = time.barh(at, each.hours, height=0.34, color=figures.PALETTE[k], label=label)
             time.bar_label(bars, [_duration(h) for h in each.hours], padding=2, fontsize=7)
         size.set_title(f"{model}, {part.tokens.iloc[0]:,} tokens", fontsize=9)
         for axes, label, limits in ((size, "bytes", (1e5, 1e17)), (time, "hours of one machine", (1e-3, 1e8))):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import matplotlib.figure
 import pandas as pd
-import seaborn as sns
 import torch
 
 from normgeo import figures
@@ -44,8 +43,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Median ratios with quartiles, a bar a variant; normgeo's own in another color."""
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 2.4), layout="constrained")
     axes = figure.subplots()
-    colors = sns.color_palette("colorblind")
-    bars = [colors[1] if name.startswith("statistics") else colors[0] for name in frame.variant]
+    bars = [figures.PALETTE[1] if name.startswith("statistics") else figures.PALETTE[0] for name in frame.variant]
     axes.barh(
         [LABELS[name] for name in frame.variant], frame.ratio, color=bars, height=0.7,
         xerr=[frame.ratio - frame.q25, frame.q75 - frame.ratio], error_kw={"elinewidth": 0.8, "capsize": 1.5},

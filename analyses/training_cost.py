@@ -71,7 +71,7 @@ def _bars(axes: Axes, table: pd.DataFrame) -> None:
         high = np.array([100 * float(cells.ratio.get((form, part), 0.0)) for form in forms])
         under = high < 0  # noise: what was taken away did not cost anything that could be seen
         bottom = np.where(under, below, base)
-        axes.bar(place, high, 0.7, bottom, color=_axes.PALETTE[k], label=LABELS[part], linewidth=0)
+        axes.bar(place, high, 0.7, bottom, color=figures.PALETTE[k], label=LABELS[part], linewidth=0)
         base, below = np.where(under, base, base + high), np.where(under, below + high, below)
     whole = 100 * cells.xs("whole", level="part").loc[forms, ["q25", "ratio", "q75"]]
     axes.errorbar(

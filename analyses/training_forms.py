@@ -73,7 +73,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     for k, (form, name) in enumerate(NAMES.items()):
         part = frame[frame.form == form]
         style = {
-            "color": _axes.PALETTE[k],
+            "color": figures.PALETTE[k],
             "linewidth": (4.0, 2.0, 0.8)[k],
             "label": name,
             "marker": " s^"[k],

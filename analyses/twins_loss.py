@@ -34,7 +34,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     for k, (norm, part) in enumerate(frame.groupby("norm", sort=False)):
         label = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[str(norm)]
         width = 2.4 - 1.5 * k  # the curves coincide: the second is drawn within the first
-        style = {"color": _axes.PALETTE[k], "linewidth": width, "markersize": 3 + 2 * k, "markerfacecolor": "none"}
+        style = {"color": figures.PALETTE[k], "linewidth": width, "markersize": 3 + 2 * k, "markerfacecolor": "none"}
         curves.plot(part.step, part.held_out_loss, f"{'os'[k]}-", label=f"{label}, held-out", **style)
         curves.plot(part.step, part.train_loss, "--", label=f"{label}, training", **style)
     curves.set_ylabel("loss (nats per token)")

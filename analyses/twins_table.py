@@ -52,7 +52,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         kept = [step for step in range(recipe.steps + 1) if is_kept(step, recipe)]
         rates = [1000 * learning_rate(step, recipe) for step in kept]
-        axes.plot(np.array(kept) / 1000, rates, ".", color=_axes.PALETTE[1], markersize=3, label="model kept")
+        axes.plot(np.array(kept) / 1000, rates, ".", color=figures.PALETTE[1], markersize=3, label="model kept")
     grid[0, 0].set_ylabel("learning rate (thousandths)")
     figures.legend(figure)
     figure.suptitle("How the twins of Geometry table 2 are trained; parameters with tied heads", fontsize=9)

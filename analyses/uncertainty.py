@@ -70,7 +70,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         for axes, rows in zip(row, stacks.values(), strict=True):
             part = rows[rows.phase == phase].sort_values("depth")
             for k, (column, label) in enumerate(LABELS.items()):
-                style = {"color": _axes.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label}
+                style = {"color": figures.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label}
                 axes.plot(part.depth, part[column], f"{'os'[k]}-", **style)
         row[0].set_ylim(bottom=0)
     figures.legend(figure)

@@ -69,7 +69,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     axes = grid[0, 0]
     for k, (part, label) in enumerate(parts.items()):
         share = 1000 * frame[f"step_{part}"] / frame.step_products
-        axes.plot(frame.model, share, "osD^v"[k], color=_axes.PALETTE[k], markersize=5, label=label)
+        axes.plot(frame.model, share, "osD^v"[k], color=figures.PALETTE[k], markersize=5, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("operations for 1,000\nof matrix products")
     axes.set_xticks(range(len(frame)), frame.model, rotation=30)

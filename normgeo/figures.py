@@ -11,13 +11,12 @@ import matplotlib
 import matplotlib.figure
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "draw", "legend", "plain", "save", "series", "styled", "styles"]
+__all__ = ["KINDS", "PALETTE", "draw", "legend", "plain", "save", "series", "styled", "styles"]
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -26,7 +25,12 @@ STYLE = {
     "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "legend.fontsize": 7, "axes.linewidth": 0.6, "grid.linewidth": 0.4, "svg.hashsalt": "normgeo",
 }  # fmt: skip
-COLORS = dict(zip(("uniform", "random_a", "random_b"), sns.color_palette("colorblind")[:3], strict=True))
+PALETTE = (
+    "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
+)  # fmt: skip
+"""Seaborn's colorblind palette: to load seaborn takes longer than a second, too long for what draws nothing."""
+
+COLORS = dict(zip(("uniform", "random_a", "random_b"), PALETTE[:3], strict=True))
 MARKERS = {"uniform": "o", "random_a": "s", "random_b": "^"}
 LABELS = {"uniform": "uniform vector", "random_a": "random vector a", "random_b": "random vector b"}
 PHASE_LABELS = {"pre": "before the norm", "standardized": "standardized", "post": "after the norm"}
@@ -50,6 +54,8 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
+        import seaborn as sns
+
         with matplotlib.rc_context():
             sns.set_theme(style="whitegrid", palette="colorblind", color_codes=False, rc=STYLE)
             return draw(*args, **kwargs)
@@ -186,11 +192,11 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """What the line of each role looks like: the same in every model, of which some have roles that others lack."""
-    palette, markers = sns.color_palette("colorblind"), "os^Dv<>pPX*h"
+    markers = "os^Dv<>pPX*h"
     parts = (part for _, part in rows.groupby("model", sort=False))
     labels = dict.fromkeys(label for part in parts for label, _ in series(part))
     return {
-        label: {"marker": markers[k % 12], "linewidth": 1, "color": palette[k % 10]} for k, label in enumerate(labels)
+        label: {"marker": markers[k % 12], "linewidth": 1, "color": PALETTE[k % 10]} for k, label in enumerate(labels)
     }
 
 

@@ -1,5 +1,6 @@
 import matplotlib.figure
 import pytest
+import seaborn as sns
 import zoo
 
 from analyses import _axes
@@ -22,6 +23,10 @@ def drawn(figure):
     """How many axes of a figure show something."""
     assert isinstance(figure, matplotlib.figure.Figure)
     return sum(bool(axes.lines or axes.collections or axes.containers) for axes in figure.axes)
+
+
+def test_the_palette_is_seaborns():
+    assert list(figures.PALETTE) == sns.color_palette("colorblind").as_hex()
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)

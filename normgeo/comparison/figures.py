@@ -9,14 +9,13 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import ROLE_LABELS, SINGLE, WIDTH, legend, plain, styled
+from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, styled
 
 __all__ = ["plot", "table"]
 
@@ -142,7 +141,7 @@ def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -
         x = np.full(len(rows), shift) if single else rows.layer + shift
         label = plain(textwrap.fill(model, 90))  # a long path is longer than a line
         axes.errorbar(
-            x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=COLORS[k % len(COLORS)],
+            x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=PALETTE[k % len(PALETTE)],
             markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=label, zorder=3,
         )  # fmt: skip
     if single:
@@ -153,7 +152,6 @@ def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -
 
 
 MARKERS = "os^Dv<>P"
-COLORS = sns.color_palette("colorblind")
 
 
 def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -> None:
@@ -169,7 +167,7 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
     grid = figure.subplots(1, len(shown), squeeze=False)
     for axes, (column, (title, scale, form)) in zip(grid[0], shown.items(), strict=True):
         values = scale * metrics[column].to_numpy(float)
-        colors = [COLORS[k % len(COLORS)] for k in range(len(values))]
+        colors = [PALETTE[k % len(PALETTE)] for k in range(len(values))]
         axes.barh(np.arange(len(values)), np.nan_to_num(values), color=colors, height=0.7)
         for k, value in enumerate(values):
             text = "none" if np.isnan(value) else f"{value:{form}}"

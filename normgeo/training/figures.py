@@ -7,11 +7,10 @@ from typing import Any, Literal
 import matplotlib.figure
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
-from normgeo.figures import COLORS, LABELS, MARKERS, ROLE_LABELS, SINGLE, WIDTH, legend, styled
+from normgeo.figures import COLORS, LABELS, MARKERS, PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, styled
 
 __all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
@@ -40,10 +39,9 @@ def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
     Twins whose curves coincide are drawn ever thinner, so that each is seen.
     """
     figure = _figure(3.0)
-    palette = sns.color_palette("colorblind")
     axes: Axes = figure.subplots()
     for k, (norm, curve) in enumerate(by_norm.items()):
-        color, window = palette[k % 10], max(1, len(curve) // 50)
+        color, window = PALETTE[k % 10], max(1, len(curve) // 50)
         axes.plot(curve.step, curve.train_loss, color=color, linewidth=0.4, alpha=0.3)
         smooth = curve.train_loss.rolling(window, min_periods=1, center=True).mean()
         width = max(0.8, 3.0 - 1.1 * k)
