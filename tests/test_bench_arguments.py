@@ -79,6 +79,7 @@ def test_each_mistake_is_one_line_before_anything_is_done(words, message, normge
         (("train", "--sizes", "tiny, 7m"), "no size '7m'; the sizes are tiny, 70m"),
         (("train", "--sizes", ","), "--sizes takes one or more, comma-separated; received ','"),
         (("train", "--sizes", "tiny", "--vocabulary", 0), "a vocabulary has at least 1 token, received 0"),
+        (("stream", "--dtype", "half"), "no dtype 'half'; choose auto, float64, float32, bfloat16, float16"),
         (("stream", "--context", 300), "contexts of 300 tokens are longer than the model's 256; give --context 256"),
     ],
 )
