@@ -318,8 +318,10 @@ def save(figure: matplotlib.figure.Figure, stem: Path) -> None:
     """Write a figure as .png (300 dpi) and .svg."""
     figure.savefig(stem.with_name(stem.name + ".png"), dpi=300)
     engine = figure.get_layout_engine()
-    figure.set_layout_engine(None)  # it is laid out by now, and to do so again it would be drawn once more
-    try:
-        figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
-    finally:
-        figure.set_layout_engine(engine)
+    # it is laid out by now, and to do so again it would be drawn once more; None is what the settings say
+    with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
+        figure.set_layout_engine(None)
+        try:
+            figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
+        finally:
+            figure.set_layout_engine(engine)

@@ -2,6 +2,7 @@ import matplotlib.figure
 import pytest
 import seaborn as sns
 import zoo
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from analyses import _axes
 from normgeo import compare, figures, find_sites
@@ -23,6 +24,21 @@ def drawn(figure):
     """How many axes of a figure show something."""
     assert isinstance(figure, matplotlib.figure.Figure)
     return sum(bool(axes.lines or axes.collections or axes.containers) for axes in figure.axes)
+
+
+def test_both_files_are_of_one_layout_whatever_the_settings(tmp_path):
+    places = []
+    with matplotlib.rc_context({"figure.autolayout": True}):
+        alone = figures.styled(lambda figure, stem: figure.savefig(f"{stem}.png", dpi=300))
+        for save in (alone, figures.save):
+            figure = matplotlib.figure.Figure(layout="constrained")
+            grid = figure.subplots(2, 2)
+            figure.colorbar(grid[0, 0].imshow([[1, 2], [3, 4]]), ax=grid.ravel().tolist())
+            save(figure, tmp_path / "a")
+            places.append([axes.get_position().bounds for axes in figure.axes])
+            assert isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
+    assert places[0] == places[1]
+    assert (tmp_path / "a.svg").stat().st_size
 
 
 def test_the_palette_is_seaborns():

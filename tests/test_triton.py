@@ -115,6 +115,7 @@ def test_added_to_in_place_they_are_the_sum_and_its_norm(name, over, stream, dty
 @pytest.mark.parametrize("dtype", [*ROUNDING, torch.float64], ids=str)
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize(("rows", "d"), [(0, 8), (1, 5), (9, 512), (6, 1300)])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
 def test_the_pass_over_hidden_states_is_that_of_torch_in_float64(dtype, centered, rows, d):
     x, units = drawn((rows, d), dtype, 5), Directions.seeded(d, 0).units.to(DEVICE, torch.float64).contiguous()
     if rows > 1:
@@ -127,6 +128,11 @@ def test_the_pass_over_hidden_states_is_that_of_torch_in_float64(dtype, centered
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-9)
     if centered and rows > 1:
         assert found[4, 0] == 0
+    if rows > 1:  # with an infinity, wherever it is, a row is infinitely long, and with a NaN none
+        x[0, 0], x[1, 3], x[2, 0], x[3, 1] = torch.inf, -torch.inf, torch.nan, torch.nan
+        kernels.on_cuda().project(x, units, centered, found, 1e-9)
+        assert found[0, :2].tolist() == [torch.inf] * 2
+        assert found[0, 2:4].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [*ROUNDING, torch.float64], ids=str)

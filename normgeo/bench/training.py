@@ -48,7 +48,7 @@ PARTS = ("norms", "linears", "input", "rest", "optimizer")
 """Norms; recentered and folded linear layers; recentered embeddings; forward and backward without these; AdamW."""
 
 MIXED = ("no", "bf16")
-"""Precisions that `train` takes; fp16 wants its losses scaled, which is no part of a step that could be taken away."""
+"""Precisions that a step is timed in; fp16 wants losses scaled, which is no part of a step that could be taken away."""
 
 WITHOUT = {"layernorm": ("norms",), "pre-rmsnorm": PARTS[:3], "pre-crmsnorm": PARTS[:3]}
 
@@ -188,10 +188,9 @@ def bench_training(
 ) -> pd.DataFrame:
     """Time training steps of the three forms, of copies without one part, and of the model without norms, interleaved.
 
-    Every variant takes one step a round, in random order, on the same inputs; a round before them warms up. Weights are
-    of float32.
-    Only whole forms have an optimizer, whose learning rate is 0: it does its work, and the weights stay where they are.
-    Memory is not given back to the system meanwhile.
+    Every variant takes one step a round, in random order, on the same inputs; a round before them warms up. Only whole
+    forms have an optimizer, whose learning rate is 0: it does its work, and the weights, of float32, stay where they
+    are. Memory is not given back to the system meanwhile.
 
     Args:
         task: what is trained, as `text` and `images` make it.

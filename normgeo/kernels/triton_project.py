@@ -1,6 +1,7 @@
 """Passes over hidden states on CUDA, in Triton.
 
-Norms and projections come of one reading, summed in float64; chosen rows become unit vectors in one more.
+Norms and projections come of one reading, summed in float64; chosen rows become unit vectors in one more. With a first
+number far from all others a row's norms lose up to a factor d of float64's precision if its mean is taken away.
 """
 
 # Triton comes with torch for CUDA, and is not there without; it wants its functions bare (no_type_check), see there
@@ -36,6 +37,7 @@ def _project(
     if CENTERED:  # moved by its first number, a row's squares are at most 1 + d times what they are without its mean,
         # which can be taken from their sum then, of whatever row: one reading gives it all
         shift = tl.load(x_at + row.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float64)
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
     squares = tl.zeros((ROWS, BLOCK), tl.float64)
     first = tl.zeros((ROWS, BLOCK), tl.float64)
     second = tl.zeros((ROWS, BLOCK), tl.float64)
@@ -65,8 +67,9 @@ def _project(
     along = (whole + shift * d) * tl.load(units_at)  # the first unit vector is that number everywhere
     length = tl.sqrt(square)
     if CENTERED:
-        left = tl.maximum(square - whole * whole / d, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        length, rest = tl.sqrt(left + along * along), tl.sqrt(left)
+        left = tl.maximum(square - whole * (whole / d), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        length = tl.sqrt(tl.where(square < float("inf"), left + along * along, square))  # infinite where a number is
+        rest = tl.sqrt(left)
         dot, other = dot + shift * tl.sum(seconds, axis=0), other + shift * tl.sum(thirds, axis=0)
         tl.store(out_at + 4 * plane + row, tl.where(rest <= nothing * length, 0.0, rest), mask=inside)
     tl.store(out_at + row, length, mask=inside)
