@@ -42,7 +42,7 @@ def test_wikipedia_without_a_network_says_what_to_do(monkeypatch, tokenizer, whi
     monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(DataError, match=r"ConnectionError: no route to host.*--data sample"):
-        load_tokens("wikipedia", tokenizer, 8)
+        list(load_tokens("wikipedia", tokenizer, 8).contexts(0))
 
 
 def test_without_a_network_the_hub_is_one_quick_error(normgeo, tmp_path, monkeypatch):
