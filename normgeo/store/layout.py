@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ from normgeo.store.rebuild import Rebuild
 from normgeo.store.storage import Storage
 
 __all__ = [
-    "ArraySpec", "Commit", "Layout", "as_numbers", "as_numpy", "as_torch", "committed_rows", "create", "file_problems",
-    "identity", "read_commit", "read_log", "read_record", "read_state", "read_store", "state_file", "unread",
-    "write_commit", "write_record",
+    "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy", "as_torch", "committed_rows", "create",
+    "file_problems", "identity", "read_commit", "read_file", "read_log", "read_record", "read_state", "read_store",
+    "state_file", "unread", "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class ArraySpec:
     @property
     def stored(self) -> np.dtype:
         """The dtype on disk, little-endian."""
-        return np.dtype(STORED_AS.get(self.dtype, self.dtype)).newbyteorder("<")
+        return _stored_as(self.dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -152,6 +152,11 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
 
 
+def _stored_as(dtype: str) -> np.dtype:
+    """What numpy calls the stored numbers of a dtype."""
+    return np.dtype(STORED_AS.get(dtype, dtype)).newbyteorder("<")
+
+
 def as_torch(x: np.ndarray, dtype: str) -> Tensor:
     """Stored numbers as the tensor they are, without a copy."""
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x)
@@ -160,6 +165,14 @@ def as_torch(x: np.ndarray, dtype: str) -> Tensor:
 def as_numbers(x: np.ndarray, dtype: str) -> np.ndarray:
     """Stored numbers as the numbers they are: bfloat16, which numpy has not, as float32, which is exact."""
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x
+
+
+def array_in(files: Mapping[str, bytes], name: str) -> Tensor | None:
+    """An array of one chunk, of its files; None if it is not there. By zarr this would take milliseconds."""
+    if (about := files.get(f"{name}/zarr.json")) is None:
+        return None
+    dtype = json.loads(about)["attributes"]["dtype"]
+    return as_torch(np.frombuffer(bytearray(files[f"{name}/c.0"][:-TRAILER]), _stored_as(dtype)), dtype)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -210,13 +223,28 @@ def identity(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def read_file(storage: Storage, name: str, sha256: str) -> bytes:
+    """What is in a file of which the sha256 is known.
+
+    Raises:
+        StoreError: it cannot be read, or holds something else.
+    """
+    try:
+        content = storage.read(name)
+    except OSError as error:
+        raise StoreError(unread(storage, name, error)) from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong")
+    return content
+
+
 def file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
     """What is wrong with a file of which the sha256 is known: nothing, or one line."""
     try:
-        found = hashlib.sha256(storage.read(name)).hexdigest()
-    except OSError as error:
-        return [unread(storage, name, error)]
-    return [] if found == sha256 else [f"{storage.at(name)} is damaged: its checksum is wrong"]
+        read_file(storage, name, sha256)
+    except StoreError as error:
+        return [str(error)]
+    return []
 
 
 def unread(storage: Storage, name: str, error: OSError) -> str:

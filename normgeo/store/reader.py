@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,10 +28,11 @@ from normgeo.store.layout import (
     TRAILER,
     ArraySpec,
     Commit,
+    array_in,
     as_numbers,
     as_torch,
-    file_problems,
     identity,
+    read_file,
     read_log,
     read_record,
     read_store,
@@ -340,23 +342,21 @@ class HiddenStateStore:
         Raises:
             StoreError: what is stored of the norm is missing or damaged.
         """
-        names = self._norm_files(site)
+        files = self._norm_files(site)
         with self._named(f"sites/{site.key}"):
-            group: Any = self.root[f"sites/{site.key}"]
-            about = group.attrs
-            stored = lambda n: as_torch(np.asarray(group[n][:]), str(group[n].attrs["dtype"]))  # noqa: E731
-            gain, bias = (stored(n) if f"sites/{site.key}/{n}/zarr.json" in names else None for n in ("gain", "bias"))
-            return Rebuild(about["recipe"], about["offset"], gain, bias, about["bit_equal"], about["error"])
+            about = json.loads(files["zarr.json"])["attributes"]
+            norm = {name: about[name] for name in ("recipe", "offset", "bit_equal", "error")}
+            return Rebuild(gain=array_in(files, "gain"), bias=array_in(files, "bias"), **norm)
 
-    def _norm_files(self, site: NormSite) -> list[str]:
-        """The files of `hidden.zarr` that say what a norm does, compared with the manifest."""
-        home = f"sites/{site.key}/"
-        own = (f"{home}zarr.json", f"{home}gain/", f"{home}bias/")
+    def _norm_files(self, site: NormSite) -> dict[str, bytes]:
+        """The files in a site's folder that say what its norm does, as the manifest has them."""
+        own = tuple(f"sites/{site.key}/{part}" for part in ("zarr.json", "gain/", "bias/"))
         sums = {name: sha256 for name, sha256 in self._manifest.items() if name.startswith(own)}
-        each = self.storage.each(lambda x: file_problems(self.storage, f"hidden.zarr/{x[0]}", x[1]), sums.items())
-        if problems := list(itertools.chain.from_iterable(each)):
-            raise StoreError(f"{problems[0]}; normgeo verify names all that is")
-        return list(sums)
+        try:
+            read = self.storage.each(lambda x: read_file(self.storage, f"hidden.zarr/{x[0]}", x[1]), sums.items())
+            return dict(zip((name.removeprefix(f"sites/{site.key}/") for name in sums), read, strict=True))
+        except StoreError as error:
+            raise StoreError(f"{error}; normgeo verify names all that is") from error
 
     @functools.cached_property
     def _manifest(self) -> dict[str, str]:
