@@ -128,6 +128,7 @@ class AngleTable:
         check_seen(statistics)
         state = {name: value.numpy() for name, value in statistics.totals().items()}
         everything, groups = _moments(state, whole=True), _moments(state, whole=False)
+        null, against = _null_moments(state)
         rows, sinks = [], []
         for i, site in enumerate(statistics.sites):
             about = {"model": model, "site": site.key, "layer": site.layer, "role": site.role, "kind": site.kind,
@@ -135,9 +136,11 @@ class AngleTable:
                      "dtype": site.dtype}  # fmt: skip
             for p, phase in enumerate(PHASES):
                 key = about | {"phase": phase}
-                rows += [key | row for row in _named_rows(state, everything, i, p)]
+                rows += [key | row for row in _named_rows(state, everything, against, i, p)]
                 if statistics.k:
-                    rows += [key | _null_row(state, everything, i, p)]
+                    others = {column: everything[column][0, i, p, 0] for column in ("mean_norm", "n_excluded")}
+                    values = {column: value[i, p] for column, value in null.items()}
+                    rows += [key | {"direction": "null"} | others | values | {"n_directions": statistics.k}]
                 sinks += [key | row for row in _sink_rows(groups, i, p)]
         frame = pd.DataFrame(rows)
         absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
@@ -190,13 +193,13 @@ def _moments(state: dict[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]
 
 
 def _named_rows(
-    state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int
+    state: dict[str, np.ndarray], moments: dict[str, np.ndarray], against: dict[str, np.ndarray], i: int, p: int
 ) -> Iterator[dict[str, Any]]:
     for k, name in enumerate(NAMES):
         row = {"direction": name} | {column: value[0, i, p, k] for column, value in moments.items()}
         row |= _quantiles(state["histogram"][i, p, k], float(row["min_deg"]), float(row["max_deg"]))
         if name == "uniform":
-            row |= _against_null(state, i, p)
+            row |= {column: value[i, p] for column, value in against.items()}
             if PHASES[p] == "standardized":
                 n = state["count"][:, i, 0].sum()  # vectors of equal components count, turned by 90 degrees
                 mean = state["rotation"][:, i].sum() / UNIT / n
@@ -216,43 +219,37 @@ def _quantiles(histogram: np.ndarray, least: float, most: float) -> dict[str, fl
     return dict(zip(QUANTILES, degrees.tolist(), strict=True))
 
 
-def _null_means(state: dict[str, np.ndarray], i: int, p: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean angle and energy share of the uniform vector (first) and of every random direction, on the same tokens."""
-    n = state["null_count"][i, p] or np.nan  # 0 where so few tokens came that none was chosen
-    return 90 - state["null_deviation"][i, p] / UNIT / n, state["null_energy"][i, p] / ENERGY_UNIT / n
+def _null_moments(state: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What is said of the random directions, and of the uniform vector's place among them, [sites, phases].
 
-
-def _null_row(state: dict[str, np.ndarray], moments: dict[str, np.ndarray], i: int, p: int) -> dict[str, Any]:
-    means, energy = _null_means(state, i, p)
-    n = state["null_count"][i, p] or np.nan
-    variance = state["null_square"][i, p, 1:] / UNIT / n - (state["null_deviation"][i, p, 1:] / UNIT / n) ** 2
-    return {
-        "direction": "null",
-        "mean_deg": means[1:].mean(),
-        "std_deg": means[1:].std(ddof=min(1, len(means) - 2)),
-        "min_deg": means[1:].min(),
-        "max_deg": means[1:].max(),
-        "within_deg": float(np.sqrt(max(0.0, variance.mean()))),
-        "n_tokens": int(state["null_count"][i, p]),
-        "mean_norm": moments["mean_norm"][0, i, p, 0],
-        "n_excluded": moments["n_excluded"][0, i, p, 0],
-        "energy_share": energy[1:].mean(),
-        "energy_q95": float(np.quantile(energy[1:], 0.95)),
-        "n_directions": len(means) - 1,
-    } | dict(zip(QUANTILES, np.quantile(means[1:], [*QUANTILES.values()]).tolist(), strict=True))
-
-
-def _against_null(state: dict[str, np.ndarray], i: int, p: int) -> dict[str, float]:
-    means, energy = _null_means(state, i, p)
-    if len(means) < 3 or np.isnan(means[0]):
-        return {"null_percentile": np.nan, "null_z": np.nan, "energy_percentile": np.nan}
-    below = (means[1:] < means[0]).mean() + 0.5 * (means[1:] == means[0]).mean()
-    spread = means[1:].std(ddof=1)
-    return {
-        "null_percentile": 100 * below,
-        "null_z": (means[0] - means[1:].mean()) / spread if spread > 0 else np.nan,
-        "energy_percentile": 100 * (energy[1:] < energy[0]).mean(),
+    Both are on the same tokens. Of no tokens, for so few came that none was chosen, or of too few directions it is NaN.
+    """
+    count = state["null_count"]
+    if not state["null_deviation"].shape[-1] > 1:
+        return {}, {name: np.full(count.shape, np.nan) for name in ("null_percentile", "null_z", "energy_percentile")}
+    n = np.where(count, count, np.nan)[..., None]
+    deviation, energy = state["null_deviation"] / UNIT / n, state["null_energy"] / ENERGY_UNIT / n
+    (first, means), (own, others) = ((a[..., 0], a[..., 1:]) for a in (90 - deviation, energy))
+    within = (state["null_square"] / UNIT / n - deviation**2)[..., 1:].mean(-1)
+    middle, spread = means.mean(-1), means.std(-1, ddof=min(1, means.shape[-1] - 1))
+    null = {
+        "mean_deg": middle,
+        "std_deg": spread,
+        "min_deg": means.min(-1),
+        "max_deg": means.max(-1),
+        "within_deg": np.sqrt(np.maximum(0.0, within)),
+        "n_tokens": count.astype(np.int64),
+        "energy_share": others.mean(-1),
+        "energy_q95": np.quantile(others, 0.95, axis=-1),
+    } | dict(zip(QUANTILES, np.quantile(means, [*QUANTILES.values()], axis=-1), strict=True))
+    below = (means < first[..., None]).mean(-1) + 0.5 * (means == first[..., None]).mean(-1)
+    known = (count > 0) & (means.shape[-1] > 1)
+    against = {
+        "null_percentile": np.where(known, 100 * below, np.nan),
+        "null_z": np.divide(first - middle, spread, out=np.full_like(spread, np.nan), where=known & (spread > 0)),
+        "energy_percentile": np.where(known, 100 * (others < own[..., None]).mean(-1), np.nan),
     }
+    return null, against
 
 
 def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[str, Any]]:
