@@ -19,6 +19,20 @@ from normgeo.examples import example_inputs
 ALL = {a.model_type: a for a in architectures()}
 
 
+def test_a_kind_of_token_that_has_the_id_of_padding_writes_as_others_do():
+    """The inputs have tokens of kind 0 alone, to whose row torch gives no gradient."""
+    layers = dict.fromkeys(("l_layers", "x_layers", "r_layers"), 1)
+    small = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    config = hf.LxmertConfig(**small, **layers, visual_feat_dim=8, max_position_embeddings=32)
+    model = zoo.perturb(hf.LxmertModel(config).eval()).double()
+    seen = {"visual_feats": torch.randn(1, 4, 8).double(), "visual_pos": torch.rand(1, 4, 4).double()}
+    kinds = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert (
+        worst(convert(model), model, {"input_ids": torch.randint(1, 50, (1, 6)), "token_type_ids": kinds} | seen)
+        < 1e-12
+    )
+
+
 def worst(conversion, model, inputs):
     """The largest relative error of the conversion in float64, the models' own code aside."""
     with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift
-from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs
+from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs, with_padding
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, rebuild, reshape
 from normgeo.errors import ConversionError
@@ -198,6 +198,7 @@ def _downstream(
     writers = [*gauge.writers, *gauge.scaled]
     if not writers:  # every mean is removed explicitly
         return []
+    with_padding(exact)
     parameters = [exact.get_parameter(name).requires_grad_(True) for name, _ in writers]
     with torch.enable_grad(), site_inputs(exact, [s for s in gauge.layernorms if s.name in replaced]) as given:
         outputs_of(exact, inputs)

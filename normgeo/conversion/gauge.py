@@ -130,8 +130,8 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         # a GPU adds up in whatever order; what is random differs by far more
         tolerance = 0.0 if model.device.type == "cpu" else 1e-12
         if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), tolerance):
-            name = type(model).__name__
-            raise ModelError(f"{name} gives other outputs each time, also in evaluation mode; fix what is random")
+            name, mode = type(model).__name__, "with one seed in training" if training else "also in evaluation"
+            raise ModelError(f"{name} gives other outputs each time, {mode} mode; fix what is random")
     if not any(site.kind == "layernorm" for site in sites):
         return Gauge((), sites=sites)
     del exact  # as large as the model, in float64

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,7 +23,7 @@ from normgeo.sites import NormSite, is_leaf
 
 __all__ = [
     "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "generic_copy", "looked_at", "looking_at", "outputs_of",
-    "plain_norms", "same", "site_inputs", "tied", "traced", "untie",
+    "plain_norms", "same", "site_inputs", "tied", "traced", "untie", "with_padding",
 ]  # fmt: skip
 
 INVISIBLE = 1e-6
@@ -128,10 +130,18 @@ def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: boo
     return probe
 
 
+def with_padding(probe: nn.Module) -> None:
+    """Give the rows that tables have for padding gradients too, in place: a kind of token may have the id of one."""
+    for module in probe.modules():
+        if type(module) is nn.Embedding:  # others may ask for the id, to count tokens by
+            module.padding_idx = None
+
+
 def plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The probe with LayerNorms that have random gains and no beta; the gains by the norm's name."""
     generator = torch.Generator().manual_seed(2)
     gains = {}
+    with_padding(probe)
     for site in sites:
         if site.kind == "layernorm" and site.name not in gains:
             norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
@@ -175,13 +185,22 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """The same random numbers each time: torch's, and NumPy's and Python's, which masks of sounds are drawn from."""
+    others = random.getstate(), np.random.get_state()
     on_cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}  # unless said, every GPU there is
     with torch.random.fork_rng(on_cuda, enabled=wanted):
         if wanted:
+            random.seed(0)
+            np.random.seed(0)
             torch.default_generator.manual_seed(0)  # torch's own seeds every GPU that there is
             for device in on_cuda:
                 torch.cuda.default_generators[device.index].manual_seed(0)
-        yield
+        try:
+            yield
+        finally:
+            if wanted:
+                random.setstate(others[0])
+                np.random.set_state(others[1])
 
 
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
