@@ -187,12 +187,15 @@ def is_compressed(model: Any) -> bool:
 
 def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
     """Give a native model the structure that the recipe tells; the values come with the checkpoint."""
-    like = next(model.parameters())
+    like, cut = next(model.parameters()), dict[Tensor, Tensor]()
     for name, sizes in recipe.get("shapes", {}).items():
         owner, _, last = name.rpartition(".")
         old = getattr(model.get_submodule(owner), last)
-        part = tuple(slice(size) for size in sizes)
-        reshape(model, name, old.detach()[part].clone(memory_format=torch.contiguous_format))
+        if old not in cut:  # what is tied stays so
+            part = tuple(slice(size) for size in sizes)
+            value = old.detach()[part].clone(memory_format=torch.contiguous_format)
+            cut[old] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        reshape(model, name, cut[old])
     for name in recipe.get("biases", ()):
         add_bias(model.get_submodule(name))
     for name, spec in recipe["norms"].items():

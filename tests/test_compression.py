@@ -8,8 +8,10 @@ import transformers as hf
 from test_convert import PRE_LN, SINGLE_INSIDE, Scale, worst_error
 from zoo import fresh, perturb, tiny
 
-from normgeo import convert, decompress
+from normgeo import convert, decompress, load_model
 from normgeo.conversion import compression
+from normgeo.conversion.checkpoint import save
+from normgeo.conversion.probing import outputs_of, tied
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -215,3 +217,18 @@ def test_post_ln_models_compress_where_the_residual_is_recentered():
 def test_a_new_model_is_compressed(name):
     """Its gains of one and biases of zero give no mean yet."""
     assert convert(fresh(name), to="crmsnorm").certificate.passed
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_tables_that_are_tied_stay_so_when_they_are_cut(padded, tmp_path):
+    """Without a head nothing unties MBart's embeddings, which have three names."""
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    config = hf.MBartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24,
+                            decoder_ffn_dim=24, **heads)  # fmt: skip
+    model = perturb(hf.MBartModel(config).eval())
+    conversion = convert(model, "crmsnorm", padded=padded)
+    assert tied(conversion.model) == tied(model) != []
+    save(conversion, tmp_path / "out")
+    loaded, inputs = load_model(tmp_path / "out"), example_inputs(model)
+    assert tied(loaded) == tied(model)
+    torch.testing.assert_close(outputs_of(loaded, inputs)[0], outputs_of(model, inputs)[0], rtol=1e-4, atol=1e-5)

@@ -317,9 +317,10 @@ def _in_dtype(
         else:
             untie(converted)
     state = _values(exact, recipe)
+    tied_too = _values(converted, recipe) | dict(converted.named_parameters(remove_duplicate=False))
     recipe["shapes"] = {  # of the axes that change: a vocabulary may be resized afterwards
         name: [None if a == b else b for a, b in zip(value.shape, state[name].shape, strict=True)]
-        for name, value in _values(converted, recipe).items()
+        for name, value in tied_too.items()
         if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
     }  # fmt: skip
     rebuild(converted, recipe)
