@@ -107,6 +107,35 @@ def test_a_cache_that_is_a_list_is_no_output():
     assert convert(zoo.perturb(tiny(rwkv).eval())).certificate.passed
 
 
+def test_weights_that_are_scaled_to_infer_are_saved_as_they_are_trained(tmp_path):
+    """RWKV divides them by powers of two in its first pass, and where it is loaded again."""
+    config = hf.RwkvConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4, context_length=32, rescale_every=1)
+    rwkv = zoo.perturb(hf.RwkvForCausalLM(config).eval())
+    conversion, ids = convert(rwkv), torch.randint(50, (2, 9))
+    assert conversion.model.rwkv.layers_are_rescaled
+    save(conversion, tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
+    expected = logits(rwkv, {"input_ids": ids})
+    torch.testing.assert_close(logits(loaded, {"input_ids": ids}), expected, rtol=1e-4, atol=1e-5)
+    assert conversion.model.rwkv.layers_are_rescaled
+
+
+def test_a_norm_of_a_table_is_no_site():
+    """DeBERTa's of its relative positions sees as many vectors as there are, whatever the text."""
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm"}
+    model = hf.DebertaV2Model(
+        hf.DebertaV2Config(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=32, position_buckets=8, share_att_key=True,
+            position_biased_input=False, type_vocab_size=0, **relative,
+        )
+    ).eval()  # fmt: skip
+    tables = [measure_angles(model, torch.arange(n).remainder(50).view(-1, n)) for n in (16, 12)]
+    for table in tables:
+        assert set(table.frame.role) == {"embedding", "post_attention", "post_mlp"}
+        assert "encoder.LayerNorm" not in set(table.frame.site)
+
+
 def test_a_router_in_single_precision_is_converted():
     torch.manual_seed(0)
     model = zoo.perturb(hf.NllbMoeForConditionalGeneration(hf.NllbMoeConfig(**NLLB_MOE)).eval())

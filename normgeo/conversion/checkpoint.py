@@ -12,6 +12,7 @@ native class itself does, with transformers' warning of another type. Where the 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Iterable, Mapping
@@ -117,6 +118,10 @@ def save(
 
 def _stored(model: PreTrainedModel) -> dict[str, Any]:
     """The state, of tied parameters the one that is no head's: a model without its head has to find it."""
+    if any(getattr(module, "layers_are_rescaled", False) for module in model.modules()):  # RWKV's, to infer by
+        model = copy.deepcopy(model).train()
+        for rescale in [m._rescale_layers for m in model.modules() if hasattr(m, "_rescale_layers")]:
+            rescale()  # pyright: ignore
     state = model.state_dict()
     for group in tied(model):
         _, *others = sorted(group, key=lambda name: not name.startswith(f"{model.base_model_prefix}."))
