@@ -248,8 +248,10 @@ def _traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
 
 def _could_be_a_norm(call: _Call, module: nn.Module) -> bool:
     out = call.output
+    table = bool(call.inputs) and isinstance(call.inputs[0], nn.Parameter) and call.inputs[0].ndim == 2
     return (
-        len(call.inputs) == 1
+        not table  # of weights, such as relative positions, which are no hidden states
+        and len(call.inputs) == 1
         and isinstance(out, Tensor)
         and out.shape == call.inputs[0].shape
         and out.ndim >= 2
@@ -358,7 +360,8 @@ def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, in
     before, after = [c for c in weights if c.ended < call.began], [c for c in weights if c.began > call.ended]
     readers = [c for c in inside if c.began > call.ended and call.feeds(c) and c.changes]
     if before and after and _part(before[-1], prefix) == _part(after[0], prefix):
-        return ("inner" if any(r.has_matrix for r in readers) else "qk"), *place
+        heads = any(_branch(c, prefix).endswith("attention") for c in (call, before[-1], after[0]))
+        return ("qk" if heads and not any(r.has_matrix for r in readers) else "inner"), *place
     if before and (_is_post_norm(place[0], norms, trace) or not readers):
         return f"post_{_branch(before[-1], prefix)}", *place
     kinds = {_branch(r, prefix) for r in readers if r not in norms} or {_branch(w, prefix) for w in after[:1]}

@@ -342,6 +342,7 @@ def test_models_whose_caches_know_no_length_are_run_without_one(monkeypatch, nam
                     "mamba_decoder.input_layernorm": "mixer"}),
         ("deepseek_v3", {"q_a_layernorm": "inner", "kv_a_layernorm": "inner", "input_layernorm": "attention",
                          "post_attention_layernorm": "mlp"}),
+        ("jamba", {"dt_layernorm": "inner", "b_layernorm": "inner", "c_layernorm": "inner"}),
     ],
 )  # fmt: skip
 def test_roles_where_layers_have_more_than_two_branches_or_dropout_or_no_first_norm(name, expected):
