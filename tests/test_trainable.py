@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from forked import free_port
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from zoo import fresh, tiny
+from zoo import fresh, perturb, tiny
 
 from normgeo import convert
 from normgeo.conversion.gauge import find_gauge
@@ -210,6 +211,8 @@ def test_a_model_in_training_stays_tied_and_is_not_resized():
     assert model.lm_head.weight is head is model.transformer.wte.parametrizations.weight.original
     with pytest.raises(ConversionError, match="resize those of the original"):
         model.resize_token_embeddings(200)
+    with pytest.raises(ConversionError, match=r"other embeddings would not be centered: set those of the original"):
+        model.set_input_embeddings(torch.nn.Embedding(*model.get_input_embeddings().weight.shape))
     baked = bake(model)
     assert {type(norm) for name, norm in baked.named_modules() if "ln_" in name} == {RMSNorm}
     baked.resize_token_embeddings(200)
@@ -251,3 +254,38 @@ def test_two_ranks_give_the_same(tmp_path):
     trained(alone, *batch(alone, seed=10), steps=12)
     differs = max((alone_value - found["values"][n]).abs().max() for n, alone_value in values(alone).items())
     assert differs > 1e-6  # the other rank's gradients took part
+
+
+def test_branches_that_both_bring_a_mean_are_recentered_whichever_is_larger():
+    """Post-LN: a residual's mean hides that of the dropout beside it until it is gone."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32}
+    model = perturb(hf.BertForMaskedLM(hf.BertConfig(vocab_size=50, num_hidden_layers=3, **small)).eval())
+    plain, trains = convert(model), convert(model, trainable=True)
+    assert len(trains.replaced) == len(plain.replaced) == 1 + len(plain.recentered) == 7
+    assert not trains.kept
+
+
+@pytest.mark.parametrize(
+    "options", [{"to": "crmsnorm"}, {"to": "crmsnorm", "padded": True}, {"trainable": True}], ids=str
+)
+def test_sounds_that_are_recentered_once_after_their_features_and_once_after_their_positions(options):
+    """Where positions are convolved is superfluous by what follows; spans of a sound are masked by NumPy's dice."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    convolved = {
+        "conv_dim": (24, 24),
+        "conv_stride": (5, 2),
+        "conv_kernel": (10, 3),
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 2,
+        "do_stable_layer_norm": True,
+        "feat_extract_norm": "layer",
+    }
+    torch.manual_seed(1)
+    model = perturb(hf.HubertModel(hf.HubertConfig(**sizes, layerdrop=0.0, **convolved)).eval())
+    before = np.random.get_state()[1].copy()
+    conversion = convert(model, **options)
+    assert (np.random.get_state()[1] == before).all()
+    assert len(conversion.replaced) == 6
+    behind = 2 if "trainable" in options else 0  # dropouts
+    assert len(conversion.recentered) == 2 + behind

@@ -86,24 +86,39 @@ def site_means(exact: PreTrainedModel, sites: list[NormSite], inputs: dict[str, 
 
 
 def recenter_sources(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Place]:
-    """Recenter activations, earliest first, until no mean that nothing sees reaches a norm; where that was."""
+    """Recenter activations, earliest first, until no mean that nothing sees reaches a norm; where that was.
+
+    Two branches may bring a mean to one norm, and the larger hide the other: what changes a mean at all is tried. What
+    then rid no norm of its mean is looked at again, for a later one may have made it superfluous.
+    """
     main = [site for site in gauge.layernorms if site.role not in SIDE]
-    done: list[Place] = []
+    done: dict[Place, RemovableHandle] = {}
+    doubtful: list[Place] = []
     waiting = list(gauge.invisible)
     means = site_means(exact, main, inputs)
-    while left := {name for name, mean in means.items() if mean >= INVISIBLE}:
+    while left := _with_means(means):
         source = _first_with_mean(exact, waiting, inputs)
         if source is None:
             break
         waiting.remove(source)
         handle = recenter_at(exact, *source)
         after = site_means(exact, main, inputs)
-        if any(after[name] < 0.9 * means[name] for name in left):
-            done.append(source)
-            means = after
-        else:
+        if not any(abs(after[name] - means[name]) > 1e-3 * means[name] for name in left):
             handle.remove()
-    return done
+            continue
+        done[source] = handle
+        if _with_means(after) == left:
+            doubtful.append(source)
+        means = after
+    for source in doubtful:
+        done.pop(source).remove()
+        if _with_means(site_means(exact, main, inputs)) != left:
+            done[source] = recenter_at(exact, *source)
+    return list(done)
+
+
+def _with_means(means: dict[str, float]) -> set[str]:
+    return {name for name, mean in means.items() if mean >= INVISIBLE}
 
 
 def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[str, Tensor]) -> Place | None:

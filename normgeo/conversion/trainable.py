@@ -83,8 +83,22 @@ def _resized_before(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-IN_TRAINING = {"tie_weights": _tied_already, "resize_token_embeddings": _resized_before}
-"""What transformers' own of these would do to a parametrized writer: fail, or nothing, without a word."""
+def _set_before(*_: Any, **__: Any) -> NoReturn:
+    """The `set_input_embeddings` of a model in training.
+
+    Raises:
+        ConversionError: always; it says what to do.
+    """
+    raise ConversionError(
+        "other embeddings would not be centered: set those of the original, and convert it, or load their values by "
+        "load_state_dict"
+    )
+
+
+IN_TRAINING = {
+    "tie_weights": _tied_already, "resize_token_embeddings": _resized_before, "set_input_embeddings": _set_before,
+}  # fmt: skip
+"""What transformers' own of these would do to a writer: fail, nothing, or leave it uncentered, without a word."""
 
 
 def trains_as(original: nn.Module, converted: nn.Module, norms: Iterable[str]) -> None:
