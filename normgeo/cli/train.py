@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -59,13 +60,13 @@ def train(
     quiet()
     if tensorboard:
         check_tensorboard()
-    where = resume or out or training_runs.default_out(size)
 
     def report(kind: str, row: dict[str, float]) -> None:
         values = {k: float(f"{v:.5g}") for k, v in row.items() if k != "step"}  # rates are small numbers
         note(kind, {"step": int(row["step"])} | values)
 
-    with resumable("train", where, (where / "train.json").is_file):
+    chosen = nullcontext(resume) if resume else training_runs.output(out, size, device)
+    with chosen as where, resumable("train", where, (where / "train.json").is_file):
         if resume:
             refuse_beside("--resume", "--tensorboard")
             done = training_runs.resume_training(resume, report=report, board=tensorboard)

@@ -13,13 +13,14 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
+from accelerate.utils import broadcast_object_list
 
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
@@ -28,8 +29,8 @@ from normgeo.models import tokenizer_digest
 from normgeo.system.files import (
     alone,
     check_folder,
+    claimed,
     disk_explained,
-    numbered,
     taken,
     unreadable,
     whole_directory,
@@ -45,7 +46,7 @@ from normgeo.training.state import checkpoint_path
 from normgeo.training.train import train
 from normgeo.training.twins import train_tokenizer
 
-__all__ = ["TrainConfig", "default_out", "resume_training", "start_training"]
+__all__ = ["TrainConfig", "output", "resume_training", "start_training"]
 
 GPT2 = "openai-community/gpt2"
 VOCABULARY, SMALLEST = 4096, 257
@@ -86,10 +87,18 @@ class TrainConfig:
         return replace(self, data=data, exclude=self.exclude and str(Path(self.exclude).absolute()))
 
 
-def default_out(size: str) -> Path:
-    """`runs/train-<size>-<date>`, with a number behind it where that is taken."""
+@contextmanager
+def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
+    """The directory to train in, the same for all processes: `out`, or a new `runs/train-<size>-<date>` of this run.
+
+    Raises:
+        RunError: a new one cannot be made.
+    """
     stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
-    return next(path for path in numbered(stem) if not path.exists())  # for every one of several processes
+    main = accelerate.PartialState(cpu=device == "cpu").is_main_process
+    with claimed(out, stem) if main else nullcontext(out) as where:
+        shared: list[Any] = broadcast_object_list([where])
+        yield shared[0]
 
 
 def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
@@ -106,8 +115,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     occupied = taken(out)
     state.wait_for_everyone()  # no process writes before every one has looked
     if occupied:
-        hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
-        raise RunError(f"{out} exists already; {hint}give another --out")
+        raise _occupied(out)
     check_folder(out)
     _check(config)
     start_accelerator(recipe, config.device)
@@ -118,6 +126,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
     }  # fmt: skip
     with alone(out) if state.is_main_process else nullcontext():
+        if state.is_main_process and taken(out):  # by a run that came and went while this one prepared its data
+            raise _occupied(out)
         try:
             if state.is_main_process:
                 if given.tokenizer is not None:
@@ -157,6 +167,11 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
             if record.get(key) != now:
                 raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
         return _train_all(config, recipe, out, record, given, **options)
+
+
+def _occupied(out: Path) -> RunError:
+    hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
+    return RunError(f"{out} exists already; {hint}give another --out")
 
 
 def _discard(out: Path, config: TrainConfig) -> None:
