@@ -1,6 +1,7 @@
 """Training data: the seed's order, streams that resume, and what is left out."""
 
 import json
+import tracemalloc
 
 import datasets
 import numpy as np
@@ -22,8 +23,21 @@ def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
     again.seek({"next": 250})
     assert torch.equal(again.take(50), first[250:])
     assert again.position() == first_corpus.position() == {"next": 300}
+    again.seek()
+    assert torch.equal(again.take(300), first)
     with pytest.raises(DataError, match="training needs more than 16 tokens"):
         Shuffled(text_like(16), 16, 0)
+
+
+def test_ids_are_in_memory_once():
+    n = 200_000
+    tokens = TokenStream.from_array(np.arange(n) % 48, context=16)
+    tracemalloc.start()
+    corpus = Shuffled(tokens, 16, 0)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 4 * n < most < 6 * n
+    assert corpus.take(1).shape == (1, 16)
 
 
 def test_every_pass_cuts_the_text_at_another_place():
@@ -92,6 +106,9 @@ def test_a_stream_resumes_after_any_context_also_at_the_end_of_a_pass(tokenizer)
         stopped.take(rows)
         resumed.seek(json.loads(json.dumps(stopped.position())))
         assert torch.equal(resumed.take(20), expected[rows : rows + 20])
+        for corpus in (stopped, resumed):
+            corpus.seek()
+            assert torch.equal(corpus.take(40), expected)
 
 
 def test_a_stream_of_which_nothing_is_left_is_refused(tokenizer):

@@ -39,6 +39,12 @@ def test_training_learns_and_repeats_itself(norm):
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True))
 
 
+def test_twins_begin_where_their_data_do():
+    corpus, recipe = Shuffled(text_like(), 16, 0), small(steps=3)
+    first, second = (training.train("rmsnorm", recipe, corpus, 48, device="cpu")[1] for _ in range(2))
+    assert first.equals(second)
+
+
 def test_accumulated_passes_give_the_same_steps():
     whole, parts = (trained("rmsnorm", small(dropout=0.0, accumulate=k))[1] for k in (1, 4))
     np.testing.assert_allclose(whole.train_loss, parts.train_loss, rtol=1e-5)

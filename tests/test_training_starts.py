@@ -1,11 +1,14 @@
-"""What a new training finds: directories that others take meanwhile."""
+"""What a new training finds: directories and data that others change meanwhile."""
 
+import json
+
+import pandas as pd
 import pytest
-from training_zoo import articles, small
+from training_zoo import articles, small, stopping
 
 from normgeo.errors import RunError
 from normgeo.training import runs
-from normgeo.training.runs import TrainConfig, output, start_training
+from normgeo.training.runs import TrainConfig, output, resume_training, start_training
 
 
 def started(folder, out, norm="rmsnorm", recipe=None, **options):
@@ -36,3 +39,39 @@ def test_starts_without_a_directory_get_one_each(tmp_path, monkeypatch):
         assert second.name == f"{first.name}-2"
         (first / "kept").touch()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [first.name]
+
+
+def test_twins_have_the_data_that_the_run_began_with(tmp_path):
+    articles(tmp_path)
+    started(tmp_path, tmp_path / "one", recipe=small(steps=2))
+
+    def lost(norm, row):
+        (tmp_path / "text.jsonl").unlink(missing_ok=True)
+
+    done = started(tmp_path, tmp_path / "both", "both", small(steps=2, evaluate_every=1), report=lost)
+    assert json.loads((done["rmsnorm"] / "training.json").read_text())["norm"] == "rmsnorm"
+    one, both = (pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("one", "both"))
+    assert one.train_loss.equals(both.train_loss)
+
+
+def test_a_tokenizer_that_is_another_once_it_is_saved_is_that_from_the_start(tmp_path, monkeypatch):
+    """So that a resumed run has the same data."""
+    articles(tmp_path)
+    real, saved = runs.train_tokenizer, runs.train_tokenizer(["Sphinx of black quartz, judge my vow."], 300)
+    saved.add_tokens([f"<{i}>" for i in range(300 - len(saved))])
+
+    def learnt(*given):
+        tokenizer = real(*given)
+        tokenizer.save_pretrained = saved.save_pretrained
+        return tokenizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "train_tokenizer", learnt)
+        with pytest.raises(KeyboardInterrupt):
+            started(tmp_path, tmp_path / "run", report=stopping(print, at=1))
+    resume_training(tmp_path / "run", progress=False)
+    saved.save_pretrained(tmp_path / "saved")
+    config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), str(tmp_path / "held.jsonl"), str(tmp_path / "saved"))
+    start_training(config, small(steps=1), tmp_path / "expected", progress=False)
+    found, expected = (pd.read_parquet(tmp_path / n / "rmsnorm/curve/curve.parquet") for n in ("run", "expected"))
+    assert found.equals(expected)

@@ -7,6 +7,7 @@ that a run that is killed goes on with the context it would have had.
 
 from __future__ import annotations
 
+import array
 import copy
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
@@ -43,8 +44,8 @@ class Corpus(Protocol):
         """Where the next context is, as plain JSON."""
         ...
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Go where `position` was."""
+    def seek(self, position: dict[str, Any] | None = None) -> None:
+        """Go where `position` was, or to the beginning."""
         ...
 
 
@@ -59,18 +60,19 @@ class Shuffled:
     """
 
     def __init__(self, tokens: TokenStream, context: int, seed: int) -> None:
-        pieces, self.largest, last, n_tokens = [], 0, 0, 0
+        self.largest = last = n_tokens = 0
+        ids = array.array("i")  # which grows in its place: pieces to put together would be as much again
         for batch in tokens.batches(None, 64):
             self.largest = max(self.largest, int(batch.ids.max(initial=0)))  # before it may become another id
             last, n_tokens = int(batch.document[-1, -1]), n_tokens + batch.n_tokens
-            pieces.append(batch.ids.astype(np.int32))
+            if tokens.row is None or batch.ids.shape[1] == context:
+                ids.frombytes(batch.ids.astype(np.int32).tobytes())
         self.digest, self.packing = tokens.digest, tokens.packing
         self._context, self._seed, self._next = context, seed, 0
         self._pass: tuple[int, int, np.ndarray] | None = None
-        if rows := last + 1 if tokens.packing == ROWS and last else 0:
+        if rows := 0 if tokens.row is None else last + 1:
             self.packing = f"{ROWS}, cut into whole contexts"
-            pieces = [piece for piece in pieces if piece.shape[1] == context]
-        self._ids = np.concatenate([np.empty(0, np.int32), *(piece.ravel() for piece in pieces)])
+        self._ids = np.frombuffer(ids, np.int32)
         self._rows = len(self._ids) // context if rows else (len(self._ids) - 1) // context
         if not self._rows:
             raise DataError(
@@ -109,9 +111,9 @@ class Shuffled:
         """How many contexts came."""
         return {"next": self._next}
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Go where `position` was."""
-        self._next = position["next"]
+    def seek(self, position: dict[str, Any] | None = None) -> None:
+        """Go where `position` was, or to the beginning."""
+        self._next = 0 if position is None else position["next"]
 
 
 class Streamed:
@@ -136,11 +138,9 @@ class Streamed:
         self.digest, self._context, self._tokenizer, self._exclude = digest, context, tokenizer, exclude
         after = "nothing" if tokenizer.eos_token_id is None else f"token {tokenizer.eos_token_id}"
         self.packing = f"documents packed in the data set's order, {after} after each"
-        self._open, self._dataset, self._left = dataset, dataset(), np.empty(0, np.int64)
-        self._documents = iter(self._dataset)
-        self._pass = self._seen = 0
+        self._open = dataset
         self._useless = 0  # documents since one that was taken
-        self._at: Any = None  # where the data set was sent: before it is read it does not know
+        self.seek()
 
     def _document(self) -> str:
         row = next(self._documents, None)
@@ -186,13 +186,15 @@ class Streamed:
         at = self._dataset.state_dict() if self._at is None else self._at
         return {"pass": self._pass, "seen": self._seen, "dataset": at, "left": self._left.tolist()}
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Go where `position` was."""
-        self._at = position["dataset"]
-        self._dataset.load_state_dict(copy.deepcopy(self._at))
+    def seek(self, position: dict[str, Any] | None = None) -> None:
+        """Go where `position` was, or to the beginning."""
+        at = {"dataset": None, "pass": 0, "seen": 0, "left": []} if position is None else position
+        self._dataset, self._at = self._open(), at["dataset"]  # it does not know where it was sent before it is read
+        if self._at is not None:
+            self._dataset.load_state_dict(copy.deepcopy(self._at))
         self._documents = iter(self._dataset)
-        self._pass, self._seen = position["pass"], position["seen"]
-        self._left = np.asarray(position["left"], np.int64)
+        self._pass, self._seen = at["pass"], at["seen"]
+        self._left = np.asarray(at["left"], np.int64)
 
 
 def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Collection[str] = frozenset()) -> Corpus:

@@ -120,26 +120,23 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     _check(config)
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
-    record = {
-        "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
-    }  # fmt: skip
     with alone(out) if state.is_main_process else nullcontext():
         if state.is_main_process and taken(out):  # by a run that came and went while this one prepared its data
             raise _occupied(out)
         try:
-            if state.is_main_process:
-                if given.tokenizer is not None:
-                    with whole_directory(out / "tokenizer", replace=True) as scratch:
-                        given.tokenizer.save_pretrained(scratch)
-                record["tokenizer_sha256"] = _tokenizer_digest(out)
-                with disk_explained(out):
-                    write_json(out / "train.json", record)
+            if state.is_main_process and given.tokenizer is not None:
+                with whole_directory(out / "tokenizer", replace=True) as scratch:
+                    given.tokenizer.save_pretrained(scratch)
             state.wait_for_everyone()
             if given.tokenizer is not None:  # as a resumed run reads it, which notes where it comes from
-                given = given._replace(tokenizer=load_tokenizer(out / "tokenizer"))
+                stored = _tokenizer(config, out / "tokenizer", given.excluded)
+                same = tokenizer_digest(stored) == tokenizer_digest(given.tokenizer)
+                given = given._replace(tokenizer=stored) if same else _prepared(config, recipe, out / "tokenizer")
+            record = _record(config, recipe, out, given)
             state.wait_for_everyone()  # what fails now may be removed while others are still about to read it
+            if state.is_main_process:
+                with disk_explained(out):
+                    write_json(out / "train.json", record)
             return _train_all(config, recipe, out, record, given, **options)
         except NormGeoError as error:
             again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
@@ -167,6 +164,16 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
             if record.get(key) != now:
                 raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")
         return _train_all(config, recipe, out, record, given, **options)
+
+
+def _record(config: TrainConfig, recipe: Recipe, out: Path, given: _Given) -> dict[str, Any]:
+    """What is trained, on what, how: train.json."""
+    return {
+        "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
+        "tokenizer_sha256": _tokenizer_digest(out),
+    }  # fmt: skip
 
 
 def _occupied(out: Path) -> RunError:
@@ -295,11 +302,11 @@ def _train_all(
     board: bool = False,
 ) -> dict[str, Path]:
     for norm in config.norms:
-        fresh = open_corpus(config.data, given.tokenizer, recipe.context, recipe.seed, given.excluded)
         with tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None) as log:
             train(
-                norm, recipe, fresh, given.vocabulary, out / norm, held_out=given.held_out, tokenizer=given.tokenizer,
-                device=config.device, report=lambda row, norm=norm: report(norm, row), progress=progress, log=log,
+                norm, recipe, given.corpus, given.vocabulary, out / norm, held_out=given.held_out,
+                tokenizer=given.tokenizer, device=config.device, progress=progress, log=log,
+                report=lambda row, norm=norm: report(norm, row),
             )  # fmt: skip
     if accelerate.PartialState().is_main_process:
         with disk_explained(out):

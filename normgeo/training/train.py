@@ -49,7 +49,7 @@ class Trainer:
     Args:
         norm: which twin.
         recipe: how it is trained.
-        corpus: on what.
+        corpus: on what, from its beginning on or where a state says.
         vocabulary: number of tokens.
         folder: where states and checkpoints go; None keeps nothing.
         tokenizer: saved along with every checkpoint.
@@ -88,7 +88,10 @@ class Trainer:
             self.model.__dict__.pop(name, None)
         self.step = 0
         self.rows: list[tuple[float, ...]] = []
-        if folder is not None and (state := latest_state(folder)) is not None:
+        state = None if folder is None else latest_state(folder)
+        if state is None:
+            corpus.seek()  # another twin may have been trained on it
+        else:
             self._restore(state)
 
     @property
