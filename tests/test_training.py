@@ -225,12 +225,30 @@ def test_a_lost_loss_stops_before_the_step(tmp_path):
 def test_a_damaged_state_and_another_model_are_said(tmp_path):
     recipe = small(steps=3, save_every=3)
     trained("rmsnorm", recipe, tmp_path)
+    about = latest_state(tmp_path) / "state.json"
+    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "of"}))
     with pytest.raises(RunError, match="is of another model"):
         trained("rmsnorm", small(steps=3, d=64), tmp_path)
+    assert trained("rmsnorm", recipe, tmp_path)[1].equals(trained("rmsnorm", recipe)[1])  # an older version's
     path = latest_state(tmp_path) / "training.safetensors"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RunError, match="is damaged"):
         trained("rmsnorm", recipe, tmp_path)
+
+
+def test_the_state_of_another_training_is_not_gone_on_from(tmp_path):
+    """One with as many parameters of the same names too; nor is a finished one made longer, whose rates were others."""
+    recipe = small(steps=3, save_every=3)
+    trained("layernorm", recipe, tmp_path)
+    for norm, changes, says in (
+        ("rmsnorm", {}, "norm is layernorm, here rmsnorm"), ("layernorm", {"seed": 1}, "seed is 0, here 1"),
+        ("layernorm", {"lr": 0.1}, r"lr is 0\.002, here 0\.1"), ("layernorm", {"steps": 4}, "steps is 3, here 4"),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=f"state-00000003 is of a training whose {says}; give another folder"):
+            trained(norm, small(**({"steps": 3, "save_every": 3} | changes)), tmp_path)
+    other = Shuffled(text_like(2000), 16, 0)
+    with pytest.raises(RunError, match="is of a training whose data_sha256 is"):
+        training.train("layernorm", recipe, other, 48, tmp_path, device="cpu")
 
 
 def test_a_lost_gradient_stops_before_the_step(tmp_path):

@@ -1,6 +1,6 @@
 """What a training run leaves on the disk: whole directories, or none.
 
-state-00000500/              training.safetensors: parameters, AdamW's moments, the curve; state.json: data position
+state-00000500/              training.safetensors: parameters, AdamW's moments, the curve; state.json: the rest
 checkpoints/step-00001000/   the model as `load_model` takes it, with its tokenizer and training.json
 
 A directory is written under another name and renamed; a state is removed when a later one is there.
@@ -56,8 +56,9 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         RunError: it is damaged.
     """
     try:
-        return safetensors.torch.load_file(path / "training.safetensors"), json.loads((path / "state.json").read_text())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        about = dict(json.loads((path / "state.json").read_text()))
+        return safetensors.torch.load_file(path / "training.safetensors"), about
+    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise unreadable(path, error, AFRESH) from error
 
 

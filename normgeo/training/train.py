@@ -247,7 +247,8 @@ class Trainer:
             tensors |= {f"{moment}.{name}": value for name, value in self._values(moment).items()}
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
-            about = {"data": self.corpus.position(), "scaler": None if scaler is None else scaler.state_dict()}
+            about = {"of": self._identity(), "data": self.corpus.position()}
+            about["scaler"] = None if scaler is None else scaler.state_dict()
             # the curve first: a state says that all before it is there
             with whole_directory(self.folder / "curve", replace=True) as scratch:
                 self.curve.to_parquet(scratch / "curve.parquet", index=False)
@@ -255,9 +256,17 @@ class Trainer:
             save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
         self.accelerator.wait_for_everyone()
 
+    def _identity(self) -> dict[str, Any]:
+        """What makes a training the one it is: another one's state is none to go on from."""
+        about = {"norm": self.norm, "data_sha256": self.corpus.digest, "packing": self.corpus.packing}
+        return about | asdict(self.recipe)
+
     @torch.no_grad()
     def _restore(self, path: Path) -> None:
         tensors, about = load_state(path)
+        for key, there in about.get("of", {}).items():  # older versions' states do not say it
+            if (here := self._identity().get(key)) != there:
+                raise RunError(f"{path} is of a training whose {key} is {there}, here {here}; give another folder")
         for name, parameter in self.model.named_parameters():
             stored = tensors.get(f"parameter.{name}")
             if stored is None or stored.shape != parameter.shape:
@@ -321,7 +330,7 @@ def train(
     progress: bool = False,
     log: Log = lambda step, row: None,
 ) -> tuple[PreTrainedModel, pd.DataFrame]:
-    """Train one twin, or go on where `folder` says that its training stopped.
+    """Train one twin, or go on where `folder` says that its training stopped: that of the same recipe on the same data.
 
     Returns:
         The model in evaluation mode, and its learning curve: a row per step (`Trainer.curve`).
@@ -329,7 +338,7 @@ def train(
     Raises:
         DataError: too little text, or ids beyond the vocabulary.
         NormGeoError: the loss or the gradient is not finite, or the batch cannot be divided.
-        RunError: the disk is full; the last state and checkpoints are intact.
+        RunError: the disk is full; the last state and checkpoints are intact. Or the folder is another training's.
 
     >>> from normgeo.training.corpus import Shuffled
     >>> from normgeo.training.recipe import recipe_for
