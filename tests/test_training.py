@@ -226,12 +226,19 @@ def test_a_damaged_state_and_another_model_are_said(tmp_path):
     recipe = small(steps=3, save_every=3)
     trained("rmsnorm", recipe, tmp_path)
     about = latest_state(tmp_path) / "state.json"
-    about.write_text(json.dumps({k: v for k, v in json.loads(about.read_text()).items() if k != "of"}))
+    of_now = about.read_text()
+    about.write_text(json.dumps({k: v for k, v in json.loads(of_now).items() if k not in ("of", "sha256")}))
     with pytest.raises(RunError, match="is of another model"):
         trained("rmsnorm", small(steps=3, d=64), tmp_path)
     assert trained("rmsnorm", recipe, tmp_path)[1].equals(trained("rmsnorm", recipe)[1])  # an older version's
+    about.write_text(of_now)
     path = latest_state(tmp_path) / "training.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=r"is damaged: training\.safetensors is not what was written; remove it"):
+        trained("rmsnorm", recipe, tmp_path)
+    path.write_bytes(content[:100])
     with pytest.raises(RunError, match="is damaged"):
         trained("rmsnorm", recipe, tmp_path)
 

@@ -8,6 +8,7 @@ A directory is written under another name and renamed; a state is removed when a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from normgeo.errors import RunError
 from normgeo.system.files import unreadable, whole_directory
 
 __all__ = ["checkpoint_path", "latest_state", "load_state", "save_state"]
@@ -43,7 +45,8 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[
     out = folder / f"state-{step:08}"
     with whole_directory(out, replace=True) as scratch:
         safetensors.torch.save_file(tensors, scratch / "training.safetensors")
-        (scratch / "state.json").write_text(json.dumps({"step": step} | about) + "\n")
+        whole = {"step": step, "sha256": _sha256(scratch / "training.safetensors")} | about
+        (scratch / "state.json").write_text(json.dumps(whole) + "\n")
     for earlier in _states(folder):
         if earlier != out:
             shutil.rmtree(earlier)
@@ -55,11 +58,19 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         RunError: it is damaged.
     """
+    content = path / "training.safetensors"
     try:
         about = dict(json.loads((path / "state.json").read_text()))
-        return safetensors.torch.load_file(path / "training.safetensors"), about
+        if about.get("sha256") not in (None, _sha256(content)):  # older versions' states have none
+            raise RunError(f"{path} is damaged: {content.name} is not what was written; {AFRESH}")
+        return safetensors.torch.load_file(content), about
     except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise unreadable(path, error, AFRESH) from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

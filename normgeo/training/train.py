@@ -247,8 +247,10 @@ class Trainer:
             tensors |= {f"{moment}.{name}": value for name, value in self._values(moment).items()}
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
-            about = {"of": self._identity(), "data": self.corpus.position()}
-            about["scaler"] = None if scaler is None else scaler.state_dict()
+            about = {
+                "of": self._identity(), "data": self.corpus.position(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+            }  # fmt: skip
             # the curve first: a state says that all before it is there
             with whole_directory(self.folder / "curve", replace=True) as scratch:
                 self.curve.to_parquet(scratch / "curve.parquet", index=False)
