@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from training_zoo import small, stopping, text_like, trained
 
-from normgeo.errors import NormGeoError, RunError
+from normgeo.errors import ModelError, NormGeoError, RunError
 from normgeo.system import progress
 from normgeo.training import state as training_state
 from normgeo.training import train as training
@@ -147,6 +147,25 @@ def test_a_checkpoint_says_what_it_was_trained_on(tmp_path):
     note = json.loads((tmp_path / "checkpoints/step-00000003/training.json").read_text())
     about = {"norm": "rmsnorm", "step": 3, "data_sha256": corpus.digest, "packing": corpus.packing}
     assert note.items() >= (about | {"held_out": text.digest, "recipe": asdict(recipe)}).items()
+
+
+def test_an_evaluation_has_as_many_rows_at_once_as_a_pass(monkeypatch):
+    """What fits into memory in training does in evaluation."""
+    rows, real = [], training.evaluate
+    monkeypatch.setattr(training, "evaluate", lambda *given: rows.append(given[2]) or real(*given))
+    trained("rmsnorm", small(steps=1, accumulate=2), held_out=text_like(200))
+    assert rows == [2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: not enough memory"), torch.OutOfMemoryError()])
+def test_what_does_not_fit_into_memory_is_one_line(error, monkeypatch):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(training, "evaluate", full)
+    says = "a step of 4 sequences of 16 tokens, in 1 passes, does not fit into memory; give a new run a smaller --batch"
+    with pytest.raises(ModelError, match=says):
+        trained("rmsnorm", small(steps=1), held_out=text_like(200))
 
 
 def test_mixed_precision_trains():

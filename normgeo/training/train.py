@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
+from normgeo.models import memory_explained
 from normgeo.system.files import unreadable, whole_directory, write_json
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
@@ -169,6 +170,7 @@ class Trainer:
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
         tokens = recipe.batch * recipe.context
+        at_once = recipe.batch // (recipe.accumulate * self.accelerator.num_processes)
         if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
         if self.step == recipe.steps and self.folder is not None:
@@ -185,7 +187,7 @@ class Trainer:
                 takes_part = main or isinstance(self.model, FSDPModule)  # whose parameters lie with all processes
                 loss = math.nan
                 if evaluated and takes_part and held_out is not None:
-                    loss = evaluate(self.model, held_out)
+                    loss = evaluate(self.model, held_out, at_once)
                 self.rows.append((*row, loss))
                 if main:
                     log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
@@ -339,6 +341,7 @@ def train(
 
     Raises:
         DataError: too little text, or ids beyond the vocabulary.
+        ModelError: it does not fit into memory.
         NormGeoError: the loss or the gradient is not finite, or the batch cannot be divided.
         RunError: the disk is full; the last state and checkpoints are intact. Or the folder is another training's.
 
@@ -351,6 +354,8 @@ def train(
     >>> len(curve)
     3
     """
-    trainer = Trainer(norm, recipe, corpus, vocabulary, folder, tokenizer=tokenizer, device=device, model=model)
-    trainer.run(held_out, report, progress, log)
+    what = f"a step of {recipe.batch:,} sequences of {recipe.context:,} tokens, in {recipe.accumulate:,} passes,"
+    with memory_explained(what, "give a new run a smaller --batch or a larger --accumulate"):
+        trainer = Trainer(norm, recipe, corpus, vocabulary, folder, tokenizer=tokenizer, device=device, model=model)
+        trainer.run(held_out, report, progress, log)
     return trainer.model.eval(), trainer.curve
