@@ -43,15 +43,16 @@ def test_starts_without_a_directory_get_one_each(tmp_path, monkeypatch):
 
 def test_twins_have_the_data_that_the_run_began_with(tmp_path):
     articles(tmp_path)
-    started(tmp_path, tmp_path / "one", recipe=small(steps=2))
+    started(tmp_path, tmp_path / "one", recipe=small(steps=2, evaluate_every=1))
 
     def lost(norm, row):
         (tmp_path / "text.jsonl").unlink(missing_ok=True)
+        (tmp_path / "held.jsonl").write_text('{"text": "Another."}')
 
     done = started(tmp_path, tmp_path / "both", "both", small(steps=2, evaluate_every=1), report=lost)
     assert json.loads((done["rmsnorm"] / "training.json").read_text())["norm"] == "rmsnorm"
     one, both = (pd.read_parquet(tmp_path / name / "rmsnorm/curve/curve.parquet") for name in ("one", "both"))
-    assert one.train_loss.equals(both.train_loss)
+    assert one.equals(both)
 
 
 def test_a_tokenizer_that_is_another_once_it_is_saved_is_that_from_the_start(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import copy
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +22,7 @@ from normgeo.errors import DataError
 from normgeo.hub import HUB, name_of, opened, unreachable
 from normgeo.tokens import ROWS, TokenStream, load_tokens
 
-__all__ = ["Corpus", "Shuffled", "Streamed", "open_corpus"]
+__all__ = ["Corpus", "Shuffled", "Streamed", "kept", "open_corpus"]
 
 
 @runtime_checkable
@@ -195,6 +196,12 @@ class Streamed:
         self._documents = iter(self._dataset)
         self._pass, self._seen = at["pass"], at["seen"]
         self._left = np.asarray(at["left"], np.int64)
+
+
+def kept(tokens: TokenStream) -> TokenStream:
+    """The same packed text, its ids in memory: whatever becomes of its file, it is read and tokenized once."""
+    contexts = list(tokens.contexts(0))
+    return replace(tokens, contexts=lambda start=0: iter(contexts[start // tokens.context :]))
 
 
 def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Collection[str] = frozenset()) -> Corpus:

@@ -39,7 +39,7 @@ from normgeo.system.files import (
 from normgeo.system.versions import versions
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
 from normgeo.training.accelerators import start_accelerator
-from normgeo.training.corpus import Corpus, Shuffled, open_corpus
+from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe
 from normgeo.training.state import checkpoint_path
@@ -270,7 +270,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Give
     vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
     if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
         raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
-    held_out = load_tokens(config.exclude, tokenizer, recipe.context) if config.exclude else None
+    held_out = kept(load_tokens(config.exclude, tokenizer, recipe.context)) if config.exclude else None
     return _Given(tokenizer, corpus, vocabulary, excluded, held_out)
 
 
