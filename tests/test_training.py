@@ -288,6 +288,16 @@ def test_a_lost_gradient_stops_before_the_step(tmp_path):
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
+def test_a_lost_held_out_loss_ends_a_run_and_is_kept_in_no_state(tmp_path, monkeypatch):
+    real = training.evaluate
+    monkeypatch.setattr(training, "evaluate", lambda *given: real(*given) * (math.nan if calls.pop() else 1))
+    calls = [True, False]
+    with pytest.raises(NormGeoError, match=r"the held-out loss of the rmsnorm twin became nan at step 4; .*00000002"):
+        trained("rmsnorm", small(steps=4, evaluate_every=2, save_every=2), tmp_path, held_out=text_like(200))
+    assert latest_state(tmp_path).name == "state-00000002"
+    assert not list(tmp_path.glob("checkpoints/step-00000004"))
+
+
 @pytest.mark.parametrize(
     ("kilobytes", "what"), [(20, "step-00000000"), (170, "state-00000003")], ids=["checkpoint", "state"]
 )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import broadcast_object_list
 from jaxtyping import Int64
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -138,15 +139,15 @@ class Trainer:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return cross_entropy(wide, ids[:, 1:].flatten())
 
-    def _finite(self, what: str, value: float) -> float:
-        """The loss, or the norm of the gradient; with a scaler, steps of lost gradients are left out."""
+    def _finite(self, what: str, value: float, step: int | None = None) -> float:
+        """A loss, or the gradient's norm, of this step or the next; a scaler leaves out steps of lost gradients."""
         if math.isfinite(value) or (what == "gradient" and self.accelerator.scaler is not None):
             return value
         safe = latest_state(self.folder) if self.folder is not None else None
         kept = f": --resume goes on at the same rate from the state before it, {safe}" if safe else ""
         raise NormGeoError(
-            f"the {what} of the {self.norm} twin became {value} at step {self.step + 1}; lower the learning rate "
-            f"(--lr, now {self.recipe.lr}) in a new run{kept}"
+            f"the {what} of the {self.norm} twin became {value} at step {step or self.step + 1}; lower the learning "
+            f"rate (--lr, now {self.recipe.lr}) in a new run{kept}"
         )
 
     def run(
@@ -165,12 +166,11 @@ class Trainer:
             log: called with every step and its row of the curve.
 
         Raises:
-            NormGeoError: the loss or the gradient is not finite.
+            NormGeoError: a loss or the gradient is not finite.
             RunError: the disk is full.
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
         tokens = recipe.batch * recipe.context
-        at_once = recipe.batch // (recipe.accumulate * self.accelerator.num_processes)
         if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
         if self.step == recipe.steps and self.folder is not None:
@@ -181,23 +181,34 @@ class Trainer:
         label, total = self.norm, recipe.steps * tokens
         with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
             while self.step < recipe.steps:
-                row = self.take_step()
-                last = self.step == recipe.steps
-                evaluated = last or self.step % recipe.evaluate_every == 0
-                takes_part = main or isinstance(self.model, FSDPModule)  # whose parameters lie with all processes
-                loss = math.nan
-                if evaluated and takes_part and held_out is not None:
-                    loss = evaluate(self.model, held_out, at_once)
-                self.rows.append((*row, loss))
-                if main:
-                    log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
-                if evaluated and main:
-                    report(self._summary(recipe.evaluate_every))
-                if is_kept(self.step, recipe):
-                    self._keep(held_out)
-                if is_kept(self.step, recipe) or self.step % recipe.save_every == 0:
-                    self._save()
+                self._go_on(held_out, report, log)
                 advance(tokens)
+
+    def _go_on(self, held_out: TokenStream | None, report: Report, log: Log) -> None:
+        """A step, and what is due after it."""
+        recipe, main = self.recipe, self.accelerator.is_main_process
+        row = self.take_step()
+        evaluated = self.step == recipe.steps or self.step % recipe.evaluate_every == 0
+        loss = self._held_out_loss(held_out) if evaluated and held_out is not None else math.nan
+        self.rows.append((*row, loss))
+        if main:
+            log(self.step, dict(zip(COLUMNS, self.rows[-1], strict=True)))
+        if evaluated and held_out is not None:
+            self._finite("held-out loss", loss, self.step)
+        if evaluated and main:
+            report(self._summary(recipe.evaluate_every))
+        if is_kept(self.step, recipe):
+            self._keep(held_out)
+        if is_kept(self.step, recipe) or self.step % recipe.save_every == 0:
+            self._save()
+
+    def _held_out_loss(self, held_out: TokenStream) -> float:
+        """The same in all processes, which all stop where it is not finite."""
+        recipe, loss = self.recipe, math.nan
+        if self.accelerator.is_main_process or isinstance(self.model, FSDPModule):  # which lies with all processes
+            loss = evaluate(self.model, held_out, recipe.batch // (recipe.accumulate * self.accelerator.num_processes))
+        shared: list[Any] = broadcast_object_list([loss])
+        return shared[0]
 
     def _summary(self, since: int) -> dict[str, float]:
         losses = [row[0] for row in self.rows[-((self.step - 1) % since + 1) :]]
@@ -342,7 +353,7 @@ def train(
     Raises:
         DataError: too little text, or ids beyond the vocabulary.
         ModelError: it does not fit into memory.
-        NormGeoError: the loss or the gradient is not finite, or the batch cannot be divided.
+        NormGeoError: a loss or the gradient is not finite, or the batch cannot be divided.
         RunError: the disk is full; the last state and checkpoints are intact. Or the folder is another training's.
 
     >>> from normgeo.training.corpus import Shuffled
