@@ -1,10 +1,10 @@
-"""What a new training finds: directories and data that others change meanwhile."""
+"""What a new training finds: directories and data that others change meanwhile; and what one leaves that fails."""
 
 import json
 
 import pandas as pd
 import pytest
-from training_zoo import articles, small, stopping
+from training_zoo import articles, command, small, stopping
 
 from normgeo.errors import RunError
 from normgeo.training import runs
@@ -76,3 +76,16 @@ def test_a_tokenizer_that_is_another_once_it_is_saved_is_that_from_the_start(tmp
     start_training(config, small(steps=1), tmp_path / "expected", progress=False)
     found, expected = (pd.read_parquet(tmp_path / n / "rmsnorm/curve/curve.parquet") for n in ("run", "expected"))
     assert found.equals(expected)
+
+
+def test_a_run_that_diverges_before_its_first_state_leaves_its_curve(tmp_path, normgeo):
+    articles(tmp_path)
+    words = ("--norm", "rmsnorm", "--save-every", 100, "--lr", 1e30, "--warmup", 0, "--tensorboard")
+    status, _, error = normgeo(*command(tmp_path, "run", *words))
+    says = "the loss of the rmsnorm twin became nan at step 2; lower the learning rate (--lr, now 1e+30) in a new run"
+    assert (status, says in " ".join(error.split())) == (1, True)
+    assert len(pd.read_parquet(tmp_path / "run/rmsnorm/curve/curve.parquet")) == 1
+    assert list((tmp_path / "run/rmsnorm/tensorboard").iterdir())
+    status, _, error = normgeo(*command(tmp_path, "run"))
+    says = f"error: {tmp_path}/run exists already; finish it with --resume {tmp_path}/run, or give another --out"
+    assert (status, " ".join(error.split())) == (1, says)

@@ -139,8 +139,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
                     write_json(out / "train.json", record)
             return _train_all(config, recipe, out, record, given, **options)
         except NormGeoError as error:
-            again = not isinstance(error, RunError) and not any(out.glob("*/state-*"))  # resumed, it would fail so too
-            if state.is_main_process and (again or not (out / "train.json").is_file()):
+            nothing = not isinstance(error, RunError) and not any(out.glob("*/curve"))  # no step was taken
+            if state.is_main_process and (nothing or not (out / "train.json").is_file()):
                 _discard(out, config)
             raise
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,14 @@ class Trainer:
                 self._keep(held_out)
         label, total = self.norm, recipe.steps * tokens
         with progress_bar(label, total, done=self.step * tokens, enabled=progress and main) as advance:
-            while self.step < recipe.steps:
-                self._go_on(held_out, report, log)
-                advance(tokens)
+            try:
+                while self.step < recipe.steps:
+                    self._go_on(held_out, report, log)
+                    advance(tokens)
+            except Exception:  # whose reason the curve up to here may show
+                with suppress(RunError):
+                    self._draw()
+                raise
 
     def _go_on(self, held_out: TokenStream | None, report: Report, log: Log) -> None:
         """A step, and what is due after it."""
@@ -264,12 +270,17 @@ class Trainer:
                 "of": self._identity(), "data": self.corpus.position(),
                 "scaler": None if scaler is None else scaler.state_dict(),
             }  # fmt: skip
-            # the curve first: a state says that all before it is there
-            with whole_directory(self.folder / "curve", replace=True) as scratch:
-                self.curve.to_parquet(scratch / "curve.parquet", index=False)
-                figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
+            self._draw()  # first: a state says that all before it is there
             save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
         self.accelerator.wait_for_everyone()
+
+    def _draw(self) -> None:
+        """The learning curve, of the steps that there are."""
+        if self.folder is None or not self.rows or not self.accelerator.is_main_process:
+            return
+        with whole_directory(self.folder / "curve", replace=True) as scratch:
+            self.curve.to_parquet(scratch / "curve.parquet", index=False)
+            figures.save(training_figures.curves({self.norm: self.curve}), scratch / "curve")
 
     def _identity(self) -> dict[str, Any]:
         """What makes a training the one it is: another one's state is none to go on from."""
