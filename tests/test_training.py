@@ -315,13 +315,29 @@ def test_the_system_refusing_to_write_is_a_full_disk(kilobytes, what, tmp_path):
     assert trained("rmsnorm", recipe, tmp_path / "run")[1].equals(trained("rmsnorm", recipe)[1])
 
 
+def plain(screen):
+    """What is on a screen, without what moves the cursor and colors."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+
+
 def test_progress_shows_tokens_and_time_left(tmp_path, monkeypatch):
     screen = io.StringIO()
     terminal = rich.console.Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "meanwhile", terminal)
     trained("rmsnorm", small(), tmp_path, progress=True)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    text = plain(screen)
     assert re.search(r"rmsnorm .*768/768 [\d,]+ tokens/s 0:00:00", text)  # 12 steps of 4 x 16 tokens
     screen.truncate(0)
     trained("rmsnorm", small(), progress=False)
     assert "rmsnorm" not in screen.getvalue()
+
+
+def test_progress_of_long_steps_has_a_rate_and_a_time_left(monkeypatch):
+    clock, screen = [0.0], io.StringIO()
+    terminal = rich.console.Console(file=screen, force_terminal=True, width=120, get_time=lambda: clock[0])
+    monkeypatch.setattr(progress, "meanwhile", terminal)
+    with progress.progress_bar("long", 10_000) as advance:
+        for _ in range(3):
+            clock[0] += 100
+            advance(1000)
+    assert "3000/10000 10 tokens/s 0:11:40" in plain(screen)

@@ -49,6 +49,10 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed:,.0f} tokens/s" if task.speed else "")
 
 
+MEMORY = 3600.0
+"""Seconds that a rate is the mean of, or the last 1,000 calls: a training step may take minutes."""
+
+
 @contextmanager
 def progress_bar(label: str, total: int, *, done: int = 0, enabled: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on standard error with a label; gives the function to call with the number of tokens just finished."""
@@ -59,6 +63,6 @@ def progress_bar(label: str, total: int, *, done: int = 0, enabled: bool = True)
         _Rate(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=meanwhile, disable=not enabled) as bar:
+    with Progress(*columns, console=meanwhile, disable=not enabled, speed_estimate_period=MEMORY) as bar:
         task = bar.add_task(label, total=total, completed=done)
         yield lambda tokens: bar.advance(task, tokens)
