@@ -7,6 +7,7 @@ import math
 import re
 import resource
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -275,6 +276,20 @@ def test_the_state_of_another_training_is_not_gone_on_from(tmp_path):
     other = Shuffled(text_like(2000), 16, 0)
     with pytest.raises(RunError, match="is of a training whose data_sha256 is"):
         training.train("layernorm", recipe, other, 48, tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_dropout_of_another_number_of_processes_is_said(dropout, tmp_path):
+    recipe = small(steps=2, dropout=dropout)
+    trained("rmsnorm", recipe, tmp_path)
+    file = latest_state(tmp_path) / "state.json"
+    about = json.loads(file.read_text())
+    assert about["processes"] == 1
+    file.write_text(json.dumps(about | {"processes": 4}))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained("rmsnorm", recipe, tmp_path)
+    assert ["of 4 processes, this one has 1" in str(warning.message) for warning in said] == [True] * bool(dropout)
 
 
 def test_a_lost_gradient_stops_before_the_step(tmp_path):

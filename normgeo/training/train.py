@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -267,7 +268,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             about = {
-                "of": self._identity(), "data": self.corpus.position(),
+                "of": self._identity(), "data": self.corpus.position(), "processes": self.accelerator.num_processes,
                 "scaler": None if scaler is None else scaler.state_dict(),
             }  # fmt: skip
             self._draw()  # first: a state says that all before it is there
@@ -293,6 +294,10 @@ class Trainer:
         for key, there in about.get("of", {}).items():  # older versions' states do not say it
             if (here := self._identity().get(key)) != there:
                 raise RunError(f"{path} is of a training whose {key} is {there}, here {here}; give another folder")
+        before, now = about.get("processes"), self.accelerator.num_processes
+        if self.recipe.dropout and before not in (None, now) and self.accelerator.is_main_process:
+            said = "each draws its own dropout, and the curve will not be that of a run in one piece"
+            warnings.warn(f"{path} is of a run of {before} processes, this one has {now}: {said}", stacklevel=4)
         for name, parameter in self.model.named_parameters():
             stored = tensors.get(f"parameter.{name}")
             if stored is None or stored.shape != parameter.shape:
