@@ -6,9 +6,10 @@ import pandas as pd
 import pytest
 from training_zoo import articles, command, small, stopping
 
-from normgeo.errors import RunError
+from normgeo.errors import DataError, RunError
 from normgeo.training import runs
 from normgeo.training.runs import TrainConfig, output, resume_training, start_training
+from normgeo.training.train import Trainer
 
 
 def started(folder, out, norm="rmsnorm", recipe=None, **options):
@@ -89,3 +90,14 @@ def test_a_run_that_diverges_before_its_first_state_leaves_its_curve(tmp_path, n
     status, _, error = normgeo(*command(tmp_path, "run"))
     says = f"error: {tmp_path}/run exists already; finish it with --resume {tmp_path}/run, or give another --out"
     assert (status, " ".join(error.split())) == (1, says)
+
+
+def test_a_run_with_a_state_is_kept_whether_or_not_its_curve_is_there(tmp_path, monkeypatch):
+    def lost(norm, row):
+        raise DataError("the connection was lost")
+
+    articles(tmp_path)
+    monkeypatch.setattr(Trainer, "_draw", lambda self: None)
+    with pytest.raises(DataError, match="the connection was lost"):
+        started(tmp_path, tmp_path / "run", recipe=small(steps=3, save_every=1, evaluate_every=2), report=lost)
+    assert [path.name for path in (tmp_path / "run/rmsnorm").glob("state-*")] == ["state-00000001"]

@@ -46,7 +46,7 @@ class Corpus(Protocol):
         ...
 
     def seek(self, position: dict[str, Any] | None = None) -> None:
-        """Go where `position` was, or to the beginning."""
+        """Go where `position` was, or to the beginning, as every training does at its start."""
         ...
 
 
@@ -140,7 +140,6 @@ class Streamed:
         after = "nothing" if tokenizer.eos_token_id is None else f"token {tokenizer.eos_token_id}"
         self.packing = f"documents packed in the data set's order, {after} after each"
         self._open = dataset
-        self._useless = 0  # documents since one that was taken
         self.seek()
 
     def _document(self) -> str:
@@ -195,6 +194,7 @@ class Streamed:
             self._dataset.load_state_dict(copy.deepcopy(self._at))
         self._documents = iter(self._dataset)
         self._pass, self._seen = at["pass"], at["seen"]
+        self._useless = 0  # documents since one that was taken
         self._left = np.asarray(at["left"], np.int64)
 
 

@@ -121,7 +121,9 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
     with alone(out) if state.is_main_process else nullcontext():
-        if state.is_main_process and taken(out):  # by a run that came and went while this one prepared its data
+        # by a run that came and went while this one prepared its data
+        gone: list[Any] = broadcast_object_list([state.is_main_process and taken(out)])
+        if gone[0]:
             raise _occupied(out)
         try:
             if state.is_main_process and given.tokenizer is not None:
@@ -139,7 +141,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
                     write_json(out / "train.json", record)
             return _train_all(config, recipe, out, record, given, **options)
         except NormGeoError as error:
-            nothing = not isinstance(error, RunError) and not any(out.glob("*/curve"))  # no step was taken
+            steps = any(path for name in ("curve", "state-*") for path in out.glob(f"*/{name}"))
+            nothing = not isinstance(error, RunError) and not steps
             if state.is_main_process and (nothing or not (out / "train.json").is_file()):
                 _discard(out, config)
             raise

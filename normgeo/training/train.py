@@ -145,6 +145,9 @@ class Trainer:
         """A loss, or the gradient's norm, of this step or the next; a scaler leaves out steps of lost gradients."""
         if math.isfinite(value) or (what == "gradient" and self.accelerator.scaler is not None):
             return value
+        with suppress(RunError):
+            self._draw()
+        self.accelerator.wait_for_everyone()  # for all end here: a launcher ends the others as soon as one has
         safe = latest_state(self.folder) if self.folder is not None else None
         kept = f": --resume goes on at the same rate from the state before it, {safe}" if safe else ""
         raise NormGeoError(
@@ -186,9 +189,10 @@ class Trainer:
                 while self.step < recipe.steps:
                     self._go_on(held_out, report, log)
                     advance(tokens)
-            except Exception:  # whose reason the curve up to here may show
-                with suppress(RunError):
-                    self._draw()
+            except Exception as error:  # whose reason the curve up to here may show
+                if type(error) is not NormGeoError:  # of what is not finite, which has drawn it
+                    with suppress(RunError):
+                        self._draw()
                 raise
 
     def _go_on(self, held_out: TokenStream | None, report: Report, log: Log) -> None:
@@ -286,7 +290,8 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What makes a training the one it is: another one's state is none to go on from."""
         about = {"norm": self.norm, "data_sha256": self.corpus.digest, "packing": self.corpus.packing}
-        return about | asdict(self.recipe)
+        when = ("checkpoint_every", "save_every", "evaluate_every")
+        return about | {key: value for key, value in asdict(self.recipe).items() if key not in when}
 
     @torch.no_grad()
     def _restore(self, path: Path) -> None:
