@@ -360,7 +360,9 @@ def _place(call: _Call, norms: list[_Call], trace: _Trace) -> tuple[Any, str, in
     before, after = [c for c in weights if c.ended < call.began], [c for c in weights if c.began > call.ended]
     readers = [c for c in inside if c.began > call.ended and call.feeds(c) and c.changes]
     if before and after and _part(before[-1], prefix) == _part(after[0], prefix):
-        heads = any(_branch(c, prefix).endswith("attention") for c in (call, before[-1], after[0]))
+        module = _part(call, prefix)[1]
+        beside = [w for w in weights if module and _part(w, prefix)[1] == module]  # a q_proj tells of the others
+        heads = any(_branch(c, prefix).endswith("attention") for c in (call, before[-1], after[0], *beside))
         return ("qk" if heads and not any(r.has_matrix for r in readers) else "inner"), *place
     if before and (_is_post_norm(place[0], norms, trace) or not readers):
         return f"post_{_branch(before[-1], prefix)}", *place

@@ -62,3 +62,13 @@ def test_norms_on_heads_are_measured_where_they_are_asked_for():
     plain, both = (measure_angles(given, IDS, null=4, qk=qk, progress=False).frame for qk in (False, True))
     assert set(both.role) - set(plain.role) == {"qk"}
     assert set(measure_angles(given, IDS, null=4, sites="qk", qk=True, progress=False).frame.role) == {"qk"}
+
+
+def test_norms_of_keys_are_known_by_the_weights_beside_them():
+    """An attention of another name has a q_proj, which its norm of keys does not follow."""
+    mixing = model("qwen3", (2, 2))
+    for layer in mixing.model.layers:
+        layer.token_mixer = layer.self_attn
+        del layer.self_attn
+        layer.__class__ = type("Layer", (type(layer),), {"self_attn": property(lambda self: self.token_mixer)})
+    assert {s.role for s in find_sites(mixing, qk=True) if "k_norm" in s.name} == {"qk"}
