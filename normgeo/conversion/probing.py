@@ -186,21 +186,22 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
     """The same random numbers each time: torch's, and NumPy's and Python's, which masks of sounds are drawn from."""
+    if not wanted:
+        yield
+        return
     others = random.getstate(), np.random.get_state()
     on_cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}  # unless said, every GPU there is
-    with torch.random.fork_rng(on_cuda, enabled=wanted):
-        if wanted:
-            random.seed(0)
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)  # torch's own seeds every GPU that there is
-            for device in on_cuda:
-                torch.cuda.default_generators[device.index].manual_seed(0)
+    with torch.random.fork_rng(on_cuda):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)  # torch's own seeds every GPU that there is
+        for device in on_cuda:
+            torch.cuda.default_generators[device.index].manual_seed(0)
         try:
             yield
         finally:
-            if wanted:
-                random.setstate(others[0])
-                np.random.set_state(others[1])
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
 
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:

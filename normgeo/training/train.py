@@ -296,8 +296,9 @@ class Trainer:
     @torch.no_grad()
     def _restore(self, path: Path) -> None:
         tensors, about = load_state(path)
-        for key, there in about.get("of", {}).items():  # older versions' states do not say it
-            if (here := self._identity().get(key)) != there:
+        of = about.get("of", {})  # older versions' states do not say it
+        for key, here in self._identity().items():
+            if (there := of.get(key, here)) != here:
                 raise RunError(f"{path} is of a training whose {key} is {there}, here {here}; give another folder")
         before, now = about.get("processes"), self.accelerator.num_processes
         if self.recipe.dropout and before not in (None, now) and self.accelerator.is_main_process:
