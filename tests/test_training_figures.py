@@ -104,3 +104,13 @@ def test_a_learning_curve_is_the_mean_around_each_step():
     assert smooth.get_ydata()[5:495] == pytest.approx(middle)
     assert held.get_xdata().tolist() == [100, 200, 300, 400, 500]
     assert held.get_ydata() == pytest.approx([3.1, 3.2, 3.3, 3.4, 3.5])
+
+
+def test_a_learning_curve_of_one_step_is_a_dot():
+    """That of a run which failed at its second."""
+    curve = pd.DataFrame({"step": [1], "train_loss": [5.7], "held_out_loss": [np.nan]})
+    (axes,) = training_figures.curves({"rmsnorm": curve}).axes
+    assert axes.lines[1].get_marker() == "."
+    assert axes.lines[1].get_label() == "RMSNorm, training"
+    assert [tick for tick in axes.get_xticks() if tick == 1] == [1]
+    assert all(tick == int(tick) for tick in axes.get_xticks())

@@ -45,8 +45,9 @@ def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
         axes.plot(curve.step, curve.train_loss, color=color, linewidth=0.4, alpha=0.3)
         smooth = curve.train_loss.rolling(window, min_periods=1, center=True).mean()
         width = max(0.8, 3.0 - 1.1 * k)
-        label = f"{_named(norm)}, training (mean of {window} steps)"
-        axes.plot(curve.step, smooth, color=color, linewidth=width, label=label)
+        label = f"{_named(norm)}, training" + (f" (mean of {window} steps)" if window > 1 else "")
+        dot = "." if len(curve) == 1 else ""  # one step is no line: that of a run that failed at its second
+        axes.plot(curve.step, smooth, color=color, linewidth=width, marker=dot, label=label)
         held = curve[np.isfinite(curve.held_out_loss)]
         if len(held):
             marker = "os^D"[k % 4]
@@ -54,6 +55,7 @@ def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
             style = {"color": color, "markersize": max(2.5, 6.0 - 1.5 * k), "markerfacecolor": "none"}
             axes.plot(held.step, held.held_out_loss, marker, label=label, **style)
     axes.set(xlabel="training step", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
     axes.legend(frameon=False)
     return figure
 
