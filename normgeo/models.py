@@ -10,7 +10,7 @@ import inspect
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, cast
 
@@ -137,10 +137,17 @@ def on_cpu(function: F) -> F:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """While inside, what is drawn on the CPU is drawn from a seed; afterwards it goes on as if nothing had been."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch's own function seeds the GPUs' as well
+def seeded(seed: int, devices: Collection[torch.device] = ()) -> Iterator[None]:
+    """While inside, what the CPU and these devices draw comes from a seed; afterwards all is as if nothing had been.
+
+    Of devices other than CUDA's nothing is seeded.
+    """
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(on_cuda):
+        torch.default_generator.manual_seed(seed)  # torch's own function seeds every GPU that there is
+        for device in on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

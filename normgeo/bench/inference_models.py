@@ -67,20 +67,21 @@ SIZES: dict[str, Callable[[], PretrainedConfig]] = {
 def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedModel:
     """A model in float32: of a size in `SIZES` with random weights, else what `load_model` finds by that name.
 
-    Every gain and bias of a random model is off its initial value: gamma 1 and beta 0 would hide mistakes.
+    Every gain and bias of a random model is off its initial value: gamma 1 and beta 0 would hide mistakes. Weights are
+    drawn on the device, where billions take seconds: a GPU's are not the CPU's.
 
     Raises:
         ModelError: there is no such size and no such model.
     """
     if name not in SIZES:
         return load_model(name, dtype=torch.float32, device=device)
-    config = SIZES[name]()
-    with seeded(seed), torch.no_grad():
+    config, where = SIZES[name](), torch.device(device or "cpu")
+    with seeded(seed, [where]), where, torch.no_grad():
         model = (ViTForImageClassification if isinstance(config, ViTConfig) else GPT2LMHeadModel)(config)  # pyright: ignore
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval().requires_grad_(False).to(device)  # pyright: ignore
+    return model.eval().requires_grad_(False)
 
 
 def main_sites(model: PreTrainedModel) -> list[NormSite]:

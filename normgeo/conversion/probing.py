@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
 from normgeo.errors import ModelError, NormGeoError
-from normgeo.models import copied, default_dtype, uncompiled
+from normgeo.models import copied, default_dtype, seeded, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite, is_leaf
 
@@ -190,13 +190,9 @@ def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
         yield
         return
     others = random.getstate(), np.random.get_state()
-    on_cuda = {p.device for p in model.parameters() if p.device.type == "cuda"}  # unless said, every GPU there is
-    with torch.random.fork_rng(on_cuda):
+    with seeded(0, {p.device for p in model.parameters()}):
         random.seed(0)
         np.random.seed(0)
-        torch.default_generator.manual_seed(0)  # torch's own seeds every GPU that there is
-        for device in on_cuda:
-            torch.cuda.default_generators[device.index].manual_seed(0)
         try:
             yield
         finally:
