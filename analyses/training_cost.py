@@ -43,11 +43,11 @@ def compute(run: Path | None = None) -> pd.DataFrame:
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size."""
-    sizes = dict(list(frame.groupby("size", sort=False)))
-    names = [f"{size}, {part.batch.iloc[0]} x {part.context.iloc[0]} tokens" for size, part in sizes.items()]
-    figure, grid = _axes.grid(math.ceil(len(sizes) / 2), names[:2], xlabel="", height=2.6, sharey="all")
-    for axes, name, part in itertools.zip_longest(grid.flat, names, sizes.values()):
+    """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size and tokens in a step."""
+    tasks = dict(list(frame.groupby(["size", "batch", "context"], sort=False)))
+    names = [f"{size}, {batch} x {context} tokens" for size, batch, context in tasks]  # pyright: ignore
+    figure, grid = _axes.grid(math.ceil(len(tasks) / 2), names[:2], xlabel="", height=2.6, sharey="all")
+    for axes, name, part in itertools.zip_longest(grid.flat, names, tasks.values()):
         if part is None:
             axes.set_visible(False)
             grid[-2, 1].tick_params(labelbottom=True)

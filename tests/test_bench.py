@@ -11,6 +11,7 @@ import torch
 from stores import captured
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import masking_utils
 from zoo import tiny
 
 from analyses import stream_cost
@@ -329,3 +330,17 @@ def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(name, witho
     with without():
         tiny(name)(**example_inputs(tiny(name)), **options)
     assert [mask is not None for mask in masks] == [masked, masked]
+
+
+def test_a_compiler_does_not_make_models_mask_nothing(monkeypatch):
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda _=None: True)  # as while it traces
+    asked = []
+
+    def compiled(model, **_):
+        return lambda **inputs: asked.append(masking_utils.is_tracing()) or model(**inputs)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    inference.bench_inference(tiny("vit"), variants=("no-norm",), modes=("compiled",), rounds=3)
+    assert asked
+    assert not any(asked)
+    assert masking_utils.is_tracing()

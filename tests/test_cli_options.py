@@ -30,7 +30,7 @@ def called(normgeo, monkeypatch):
         given = []
 
         def stop(*args, **options):
-            options = {k: v for k, v in options.items() if k not in ("announce", "report")}
+            options = {k: v for k, v in options.items() if k not in ("announce", "keep", "report")}
             given.append((args, options))
             raise NormGeoError("enough")
 

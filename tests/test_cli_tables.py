@@ -14,6 +14,7 @@ from normgeo.bench.norms import NORMS, norm_summary
 from normgeo.cards import TABLE_1
 from normgeo.cli import angles as angles_command
 from normgeo.cli import bench as bench_command
+from normgeo.errors import ModelError
 
 
 @pytest.fixture
@@ -111,15 +112,23 @@ def test_parts_of_a_step_are_percents_of_the_whole(printed, monkeypatch, tmp_pat
     assert pd.read_parquet(out).groupby("size").size().to_dict() == {"tiny": len(raw), "70m": len(raw)}
 
 
-def test_times_of_several_models_are_written_together(tmp_path, monkeypatch, capsys):
+def test_times_of_all_cases_are_written_together_as_they_come(tmp_path, monkeypatch, capsys):
     raw = pd.DataFrame({
         "variant": ["original"] * 3, "round": range(3), "seconds": 1.0, "norm_seconds": 1.0, "error": 0.0,
     })  # fmt: skip
-    about = {"dtype": "float32", "batch": 1, "length": 8, "phase": "forward", "mode": "eager", "device": "a"}
+    about = {"dtype": "float32", "length": 8, "phase": "forward", "mode": "eager", "device": "a"}
+
+    def measured(_, name, *, batches, keep, **__):
+        for batch in batches:
+            if (name, batch) == ("n", 2):
+                raise ModelError("out of memory")
+            keep(raw.assign(model=name, threads=1, batch=batch, **about))
+
     monkeypatch.setattr("normgeo.bench.inference_models.build", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "normgeo.bench.inference.bench_inference", lambda _, name, **__: raw.assign(model=name, threads=1, **about)
-    )
+    monkeypatch.setattr("normgeo.bench.inference.bench_inference", measured)
     out = tmp_path / "raw.parquet"
-    bench_command.bench_inference(["m", "n"], out=out)
-    assert pd.read_parquet(out).groupby("model").size().to_dict() == {"m": 3, "n": 3}
+    with pytest.raises(ModelError):
+        bench_command.bench_inference(["m", "n"], batch="1,2", out=out)
+    found = pd.read_parquet(out).groupby(["model", "batch"]).size().to_dict()
+    assert found == {("m", 1): 3, ("m", 2): 3, ("n", 1): 3}
+    assert "n, float32, 1 x 8, forward, eager; 3 rounds" in capsys.readouterr().out

@@ -94,7 +94,7 @@ class _Pass:
             self.cache = self()["past_key_values"]
             self.inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": self.cache}
         if case.mode == "graph":
-            with norm_ops.launched_always(), _unmasked():  # a graph launches its kernels for nothing
+            with norm_ops.launched_always():  # a graph launches its kernels for nothing
                 self.call = recorded(self, self.device)
 
     def __call__(self, watch: Callable[..., Any] | None = None) -> Any:
@@ -133,8 +133,9 @@ class _Pass:
 def _unmasked() -> Iterator[None]:
     """While inside, models make no mask that masks nothing, and need not ask the device whether they should.
 
-    Whether several texts are packed into a row they ask it, and wait. While a graph is recorded they cannot, and some
-    versions of transformers make a mask then, with which torch has no fast attention in half precision.
+    Whether several texts are packed into a row they ask it, and wait. While a graph is recorded or a compiler traces
+    they cannot, and some versions of transformers make a mask then, with which torch has no fast attention in half
+    precision.
     """
     masks: Any = masking_utils
     asked = masks.is_tracing
@@ -205,6 +206,7 @@ def bench_inference(
     seconds: float = 60.0,
     seed: int = 0,
     announce: Callable[[str], Any] = lambda _: None,
+    keep: Callable[[pd.DataFrame], Any] = lambda _: None,
 ) -> pd.DataFrame:
     """Time a model and its variants in every combination of dtype, shape, phase and mode.
 
@@ -225,6 +227,7 @@ def bench_inference(
         seconds: for all the rounds of one case, warm-up and checks aside; at least three rounds are run.
         seed: of the order.
         announce: told what is being measured.
+        keep: given each case's rows of the result when it is measured: what comes after may take long, or fail.
 
     Returns:
         The raw timings, one row for each case, variant and round: `seconds` of the whole pass; `norm_seconds` in norms
@@ -266,13 +269,13 @@ def bench_inference(
             for batch, length, phase, mode in itertools.product(batches, lengths, phases, modes):
                 if phase == "decode" and (mode != "eager" or not generates):
                     continue
-                with _fitting(batch, length):
+                with _fitting(batch, length), contextlib.nullcontext() if mode == "eager" else _unmasked():
                     inputs = _inputs(model, batch, length, phase)
                     case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
                     truth = _Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
                     raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
-                announce(f"{name}: {', '.join(map(str, asdict(case).values()))}: {raw['round'].max() + 1} rounds")
                 frames.append(raw.assign(**about, **asdict(case)))
+                keep(frames[-1])
     if not frames:
         why = (
             "decoding is measured in mode eager alone" if generates else "it does not generate text, and cannot decode"

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-Out = Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every model.")]
-
-
 def _words(text: str, option: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
@@ -59,7 +56,7 @@ def bench_inference(
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every case.")] = None,
 ) -> None:
     """Time a Pre-LN model, its conversions and its floor without norms, whole and in their norms alone."""
     import pandas as pd
@@ -77,17 +74,19 @@ def bench_inference(
     if compiled:
         inference_bench.check_compiler(where)
     frames: list[pd.DataFrame] = []
-    for name in models:
-        raw = inference_bench.bench_inference(
-            build(name, device=where, seed=seed), name, variants=wanted, dtypes=dtypes, batches=batches,
-            lengths=lengths, phases=("forward", *["decode"] * decode),
-            modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
-            seed=seed,
-            announce=note,
-        )  # fmt: skip
+
+    def keep(raw: pd.DataFrame) -> None:
         frames.append(raw)
         _inference(inference_bench.summary(raw))
         write_table(pd.concat(frames, ignore_index=True), out)
+
+    for name in models:
+        inference_bench.bench_inference(
+            build(name, device=where, seed=seed), name, variants=wanted, dtypes=dtypes, batches=batches,
+            lengths=lengths, phases=("forward", *["decode"] * decode),
+            modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
+            seed=seed, announce=note, keep=keep,
+        )  # fmt: skip
 
 
 @bench_app.command("norms")
@@ -102,7 +101,7 @@ def bench_norms(
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet.")] = None,
 ) -> None:
     """Time norms alone, against torch's LayerNorm and a copy of the same memory."""
     from normgeo.bench import norms as norm_bench
