@@ -171,9 +171,12 @@ def test_parts_add_up_to_the_step(measured):
 
 
 def test_plot(measured):
-    figure = training_cost.plot(pd.concat([measured.assign(size="a"), measured.assign(size="b")]))
+    parts = [measured.assign(size="a"), measured.assign(size="b"), measured.assign(size="b", batch=7)]
+    figure = training_cost.plot(pd.concat(parts))
     assert isinstance(figure, matplotlib.figure.Figure)
-    assert len([axes for axes in figure.axes if axes.patches]) == 2
+    drawn = [axes.get_title() for axes in figure.axes if axes.patches]
+    batch, context = measured[["batch", "context"]].iloc[0]
+    assert drawn == [f"{size} x {context} tokens" for size in (f"a, {batch}", f"b, {batch}", "b, 7")]
 
 
 def test_a_part_that_seems_to_cost_less_than_nothing_is_drawn_below_it():
