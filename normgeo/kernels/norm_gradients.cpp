@@ -53,7 +53,8 @@ Rows<R> constants(const Gradients& c, const T* x, const T* dz, const float* scal
         });
         const float scale = scales[r];
         out.scale[r] = scale;
-        out.along[r] = scale * scale * scale * total(dots) / (d + (c.kind == CRMS));
+        // in this order nothing of a row of 1e15 underflows
+        out.along[r] = scale * (scale * (scale * total(dots) / (d + (c.kind == CRMS))));
         if (SUM) out.shift[r] = c.kind == LAYER ? -scale * total(others) / d : -out.along[r] * total(sums);
     }
     return out;

@@ -121,7 +121,7 @@ def _backward(
         if KIND >= 2:
             direction = v + tl.sum(v, axis=1)[:, None]
         dot = tl.sum(g * v, axis=1)[:, None]
-        dv = scale * g - scale * scale * scale * dot / divisor * direction
+        dv = scale * g - scale * (scale * (scale * dot / divisor)) * direction  # in this order nothing underflows
         if KIND == 0:
             dv -= (tl.sum(dv, axis=1) / d)[:, None]
         tl.store(dx_at + at, dv.to(dx_at.dtype.element_ty), mask=there)
