@@ -168,6 +168,11 @@ def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypa
     assert shared_objects(cache) == []
 
 
+def test_a_compiler_that_builds_nothing_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "true")
+    assert fails() == f"{shutil.which('true')} built nothing; the environment's CXX names another compiler"
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(cache):
     (cache / "normgeo").write_text("in the way")
     assert "normgeo" in fails()

@@ -31,6 +31,7 @@ FLAGS = (
 HERE = Path(__file__).parent
 _said: set[str] = set()
 SECONDS = 600  # a compiler that takes longer is not waited for; on a busy machine it takes minutes
+INSTEAD = "the environment's CXX names another compiler"
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
@@ -96,6 +97,8 @@ def _built(folder: Path, name: str, compiler: str, source: Path, flags: Sequence
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
         fresh = Path(scratch) / f"{name}.so"
         _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
+        if not fresh.exists():
+            raise RuntimeError(f"{compiler} built nothing; {INSTEAD}")
         with fresh.open("rb") as file:
             os.fsync(file.fileno())  # else its name may be kept without its bytes
         path = folder / f"{name}-{_digest(fresh)}.so"
@@ -115,12 +118,12 @@ def function(source: Path, name: str, result: Any, *arguments: Any, flags: Seque
 
 
 def _run(*command: str) -> str:
-    pipe, instead = subprocess.PIPE, "the environment's CXX names another compiler"
+    pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as running:
         try:
             out, complaints = running.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{command[0]} took more than {SECONDS} s; {instead}") from error
+            raise RuntimeError(f"{command[0]} took more than {SECONDS} s; {INSTEAD}") from error
         finally:
             if running.returncode is None:  # it, and the compilers that it started
                 with contextlib.suppress(ProcessLookupError):
@@ -128,7 +131,7 @@ def _run(*command: str) -> str:
     if running.returncode:
         lines = complaints.strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else running.returncode)
-        raise RuntimeError(f"{command[0]} failed ({first}); {instead}")
+        raise RuntimeError(f"{command[0]} failed ({first}); {INSTEAD}")
     return out
 
 
