@@ -33,6 +33,11 @@ def next_tokens(ids: Int[Tensor, "*rows time"]) -> Int[Tensor, "*rows time"]:
     return torch.cat([ids[..., 1:], torch.full_like(ids[..., :1], -1)], dim=-1)
 
 
+def _ruled_out(x: Tensor) -> Tensor:
+    """Which logits are no numbers of the model's, but the least there is: of tokens that it must not give."""
+    return x == torch.finfo(x.dtype).min
+
+
 def wide(x: Tensor) -> Tensor:
     """The same in float64, where the device has that."""
     return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
@@ -78,17 +83,21 @@ class Agreement:
             following: the next token at each position, -1 where there is none; None where none is predicted.
             logits: whether the outputs are logits of several classes; of hidden states, and of a single score, there is
                 no KL, no token preferred, no loss.
+
+        What both have ruled out, by the least number of their dtype, is in no error.
         """
         step = max(1, (AT_ONCE if reference.device.type in ("cpu", "mps") else ON_A_DEVICE) // reference.shape[-1])
         for start in range(0, len(reference), step):
             part = slice(start, start + step)
             x = wide(reference[part])
             y = x if other is reference else wide(other[part]).to(x.device)
-            self._errors(x, y)
+            self._errors(x, y, _ruled_out(reference[part]) & _ruled_out(other[part]).to(x.device))
             if logits:
                 self._probabilities(x, y, None if following is None else following[part].to(x.device))
 
-    def _errors(self, x: Tensor, y: Tensor) -> None:
+    def _errors(self, x: Tensor, y: Tensor, nothing: Tensor) -> None:
+        if nothing.any():
+            x, y = x.masked_fill(nothing, 0.0), y.masked_fill(nothing, 0.0)
         difference = x - y
         self.positions += len(x)
         self.error_max = max(self.error_max, difference.abs().max().item())

@@ -91,7 +91,7 @@ def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
     return sorted(keys, key=lambda k: k[1] in SINGLE)
 
 
-def _names(stack: str, role: str, several: bool) -> list[str]:
+def role_words(stack: str, role: str, several: bool) -> list[str]:
     """What a role is called, and before it its stack where there are several."""
     name = ROLE_LABELS.get(role, role)
     return [stack.split(".")[-2] if "." in stack else stack, name] if several and stack else [name]
@@ -183,7 +183,7 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """
     for stack, role in _panels(part):
         rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer", kind="stable")
-        label, place = ": ".join(_names(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
+        label, place = ": ".join(role_words(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
         for number in sorted(place.unique()):
             own = rows[place == number]
             name = str(own.site.iloc[0]).partition("@")[0].rpartition(".")[2]

@@ -288,9 +288,27 @@ def test_sites_match_by_name_and_else_by_place(ids):
     assert pairs["deep"].isna().sum() == 2  # the third layer
     result = comparison.Comparison(pd.DataFrame({"model": ["gpt2", "llama", "deep"]}), angles)
     wide = result.by_site()
-    assert wide.index.tolist()[:5] == pairs["gpt2"].tolist()
+    assert wide.index.get_level_values("site").tolist()[:5] == pairs["gpt2"].tolist()
     assert wide[["gpt2", "llama"]].isna().sum().tolist() == [2, 2]
     assert wide.deep.notna().all()
+
+
+def test_a_namesake_of_another_role_is_another_norm(ids):
+    """Gemma's post_attention_layernorm is before the MLP, Gemma 2's behind the attention."""
+    result = compare({"gemma": zoo.tiny("gemma"), "gemma2": zoo.tiny("gemma2")}, ids, **QUICK)
+    pairs = result.angles.drop_duplicates(["model", "site"]).set_index(["model", "site"]).reference_site["gemma2"]
+    assert pairs["model.layers.0.pre_feedforward_layernorm"] == "model.layers.0.post_attention_layernorm"
+    assert pd.isna(pairs["model.layers.0.post_attention_layernorm"])
+    wide, angles = result.by_site(), result.angles
+    own = angles[(angles.model == "gemma2") & (angles.phase == "pre") & (angles.direction == "uniform")]
+    means = own.set_index("site").mean_deg
+    assert wide.index.is_unique
+    place = "model.layers.0.post_attention_layernorm", "model.layers"
+    assert wide.gemma2[(*place, "mlp", 0)] == means["model.layers.0.pre_feedforward_layernorm"]
+    assert wide.gemma2[(*place, "post_attention", 0)] == means["model.layers.0.post_attention_layernorm"]
+    assert pd.isna(wide.gemma[(*place, "post_attention", 0)])
+    with pytest.raises(DataError, match="no 'mean_deg' of phase 'pre' and direction 'nowhere'"):
+        result.by_site(direction="nowhere")
 
 
 def test_final_norms_match_whatever_the_depth_and_no_site_is_matched_twice():

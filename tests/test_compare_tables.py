@@ -2,14 +2,18 @@
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 import zoo
 from test_compare import QUICK
 
 from normgeo import compare
+from normgeo.agreement import Agreement
 from normgeo.comparison import compare as comparison
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.tokens import TokenStream
 
 
@@ -87,3 +91,87 @@ def test_the_figure_has_the_angles_and_metrics_of_the_table(alike, ids, monkeypa
     assert panels.keys() == metrics.keys()
     for title, values in metrics.items():
         assert panels[title] == pytest.approx(values.fillna(0).tolist()), title
+
+
+def test_any_number_of_models_is_drawn_beside_their_layer(ids):
+    models = {f"m{i}": zoo.tiny("gpt2", seed=i, n_layer=3 if i < 7 else 2) for i in range(8)}
+    figure = compare(models, ids[:1, :8], **QUICK).plot()
+    panels = [axes for axes in figure.axes if axes.containers and axes.lines]
+    assert len(panels) == 6
+    for axes in panels:
+        low, high = axes.get_xlim()
+        drawn = [np.asarray(bars.lines[0].get_xdata(), float) for bars in axes.containers]
+        assert len(drawn) == 8
+        for x in drawn:
+            assert (abs(x - np.arange(len(x))) < 0.5).all()
+            assert ((low < x) & (x < high)).all()
+
+
+def test_norms_of_one_role_in_a_layer_are_told_apart(ids):
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    config = transformers.DeepseekV3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, first_k_dense_replace=2, **sizes,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    result = compare({"a": model, "b": model}, ids[:1, :8], **QUICK)
+    titles = [axes.get_title() for axes in result.plot().axes]
+    assert {"inner\nq_a_layernorm", "inner\nkv_a_layernorm"} <= set(titles)
+    table = result.table()
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        assert len(re.findall(rf"inner: {name} +[01] ", table)) == 2
+    assert len(re.findall(r"pre-MLP +[01] ", table)) == 2
+
+
+def test_stacks_are_told_apart_and_a_model_may_be_called_as_a_column_is(ids):
+    result = compare({"stack": zoo.tiny("t5"), "layer": zoo.tiny("t5", num_layers=3)}, ids[:1, :8], **QUICK)
+    rows = [line.split()[:3] for line in result.table().splitlines() if "pre-attention" in line]
+    places = "encoder: 0", "encoder: 1", "decoder: 0", "decoder: 1", "encoder: 2", "decoder: 2"
+    assert [f"{stack} {layer}" for stack, _, layer in rows] == list(places)
+    assert result.plot()
+
+
+def test_what_it_is_given_by_mistake_is_said(models, ids, tmp_path):
+    with pytest.raises(NormGeoError, match="names are words; received 3"):
+        compare({3: models["a"], "b": models["b"]}, ids, **QUICK)
+    both = transformers.BertForPreTraining(zoo.tiny("bert").config).eval()
+    with pytest.raises(ModelError, match="but prediction_logits, seq_relationship_logits; load it as a class that"):
+        compare({"a": both, "b": both}, ids, **QUICK)
+    compare(models, ids[:1, :8], **QUICK).save(str(tmp_path / "here"))
+    assert (tmp_path / "here/comparison.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_encoder_decoders_have_no_perplexity_in_half_precision_either(name, dtype, ids):
+    """Fresh ones hardly look at their encoders."""
+    cls = getattr(transformers, name)
+    config = cls.config_class(
+        vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, pad_token_id=1,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+        bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = cls(config).to(dtype).eval()
+    assert compare({"a": model, "b": model}, ids[:2, :12], **QUICK).frame.perplexity.isna().all()
+
+
+def test_as_many_tokens_as_classes_change_nothing(ids):
+    config = zoo.tiny("bert").config
+    a, b = (transformers.BertForSequenceClassification(config).eval() for _ in range(2))
+    tokens = TokenStream.from_array(ids[:3, :12])
+    frames = [compare({"a": a, "b": b}, tokens, n_tokens=n, **QUICK).frame for n in (24, 26)]  # 26: the last has two
+    assert all(frame.kl_mean[1] > 0 and frame.top1.notna().all() for frame in frames)
+
+
+def test_logits_that_a_model_rules_out_are_in_no_error():
+    x = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    y = (x + 0.1).bfloat16()
+    plain, masked = Agreement(), Agreement()
+    plain.add(x[:, 2:], y[:, 2:])
+    x[:, :2], y[:, :2] = torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min
+    masked.add(x, y)
+    for name, value in plain.metrics().items():
+        assert masked.metrics()[name] == pytest.approx(value, rel=1e-9, nan_ok=True), name
+    y[0, 0] = 0.0  # what one of them allows is a difference
+    masked.add(x, y)
+    assert masked.error_max > 1e38

@@ -67,12 +67,22 @@ class Comparison:
     about: dict[str, Any] = field(default_factory=dict)
 
     def by_site(self, column: str = "mean_deg", phase: str = "pre", direction: str = "uniform") -> pd.DataFrame:
-        """One column of the angles by site of the reference, a column a model; sites without counterpart come last."""
+        """One column of the angles, a row a site and a column a model.
+
+        Sites are those of the reference, by (site, stack, role, layer), and last those that have no counterpart there.
+
+        Raises:
+            DataError: there is no such column, phase or direction.
+        """
         rows = self.angles[(self.angles.phase == phase) & (self.angles.direction == direction)]
+        if column not in rows or rows.empty:
+            raise DataError(f"the angles have no {column!r} of phase {phase!r} and direction {direction!r}")
         rows = rows.assign(place=rows.reference_site.fillna(rows.site))
-        first = rows.drop_duplicates("place").set_index("place")[["stack", "role", "layer"]]
-        wide = rows.pivot_table(index="place", columns="model", values=column, sort=False, dropna=False)
-        return first.join(wide[list(self.frame.model)]).rename_axis("site")
+        first = rows.drop_duplicates(["place", "role"])[["place", "stack", "role", "layer"]]
+        wide = rows.pivot(index=["place", "role"], columns="model", values=column)
+        wide = wide.loc[list(zip(first.place, first.role, strict=True)), list(self.frame.model)]
+        wide.index = pd.MultiIndex.from_frame(first, names=["site", "stack", "role", "layer"])
+        return wide.rename_axis(columns=None)
 
     def to_json(self) -> str:
         """The metrics and what they were measured on, as JSON; what has no meaning is null."""
@@ -88,8 +98,9 @@ class Comparison:
         """Angles to the uniform vector by layer, a color a model and a panel a role, and the metrics below."""
         return side_by_side.plot(self.frame, self.angles)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write comparison.json, comparison.parquet, angles.parquet and figures/comparison.png and .svg."""
+        folder = Path(folder)
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         (folder / "comparison.json").write_text(self.to_json())
         self.frame.to_parquet(folder / "comparison.parquet", index=False)
@@ -124,7 +135,7 @@ def compare(
     Raises:
         DataError: other vocabularies or widths, ids beyond a vocabulary, contexts too long, too few tokens.
         ModelError: outputs that are NaN or infinite, or that cannot be compared; a model that takes no tokens.
-        NormGeoError: no mapping, fewer than two models, or a number below zero.
+        NormGeoError: no mapping by names, fewer than two models, or a number below zero.
 
     Compressed models (CRMSNorm) are decompressed for their angles and norms, and for nothing else.
 
@@ -138,6 +149,8 @@ def compare(
     if not isinstance(models, Mapping):
         kind = type(models).__name__
         raise NormGeoError(f"compare takes models by name, as {{'a': model, 'b': other}}, not a {kind}")
+    if unnamed := [name for name in models if not isinstance(name, str)]:
+        raise NormGeoError(f"compare takes models by name, and names are words; received {unnamed[0]!r}")
     if len(models) < 2 or rounds < 0 or null < 0:
         raise NormGeoError(
             f"a comparison takes at least two models, and no number below 0; received {len(models)} models, "
@@ -221,12 +234,12 @@ def _places(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _matched(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """The tables below each other, every site with the reference's site of its name, or else of its place."""
+    """The tables below each other, every site with the reference's of its name and role, or else of its place."""
     first = _places(next(iter(tables.values())))
     parts = []
     for frame in tables.values():
         sites = _places(frame)
-        named = set(sites.site) & set(first.site)
+        named = set(sites.merge(first, on=["site", "role"]).site)
         free = {place: site for place, site in zip(first.place, first.site, strict=True) if site not in named}
         match = {s: s if s in named else free.get(p) for s, p in zip(sites.site, sites.place, strict=True)}
         index = dict(zip(sites.site, sites.stack_index, strict=True))

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, styled
+from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, role_words, styled
 
 __all__ = ["plot", "table"]
 
@@ -83,12 +83,22 @@ def _time(row: dict, is_first: bool) -> str:
 
 
 def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
+    """A row a norm: of several stacks with the name of its own, of several of one role in a layer with its own name."""
     out = Table("norm", "layer", *models, box=SIMPLE)
-    for site, row in pre.iterrows():
-        after = post.loc[site]  # pyright: ignore
-        cells = ["" if np.isnan(row[m]) else f"{row[m]:.2f} → {after[m]:.2f}" for m in models]
-        out.add_row(ROLE_LABELS.get(row["role"], row["role"]), str(row["layer"]), *cells)
+    theirs = pre[pre.columns[0]].isna()
+    several = any(part.index.unique("stack").size > 1 for part in (pre[~theirs], pre[theirs]))
+    labels = [": ".join(role_words(stack, role, several)) for _, stack, role, _ in pre.index]
+    rows = pd.Series(list(zip(labels, pre.index.get_level_values("layer"), strict=True)))
+    for site, label, twice in zip(pre.index, labels, rows.duplicated(keep=False), strict=True):
+        cells = [
+            "" if np.isnan(a) else f"{a:.2f} → {b:.2f}" for a, b in zip(pre.loc[site], post.loc[site], strict=True)
+        ]
+        out.add_row(f"{label}: {_short(site[0])}" if twice else label, str(site[-1]), *cells)
     return out
+
+
+def _short(site: str) -> str:
+    return site.partition("@")[0].rpartition(".")[2]
 
 
 @styled
@@ -109,44 +119,54 @@ def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figur
     return figure
 
 
-def _panels(uniform: pd.DataFrame) -> list[tuple[int, str]]:
-    keys = uniform[["stack_index", "role"]].drop_duplicates().itertuples(index=False, name=None)
-    return sorted(keys, key=lambda k: k[1] in SINGLE)
+def _panels(uniform: pd.DataFrame) -> dict[tuple[int, str, int], pd.DataFrame]:
+    """What has axes of its own: a role of a stack, and of several norms of one role in a layer each; singles last."""
+    number = uniform.groupby(["model", "phase", "stack_index", "role", "layer"]).cumcount()
+    parts = dict(list(uniform.assign(number=number).groupby(["stack_index", "role", "number"], sort=False)))
+    return {key: parts[key] for key in sorted(parts, key=lambda k: k[1] in SINGLE)}  # pyright: ignore
+
+
+def _title(key: tuple[int, str, int], panels: dict[tuple[int, str, int], pd.DataFrame]) -> str:
+    stack, role, _ = key
+    lines = [ROLE_LABELS.get(role, role)]
+    if sum(panel[:2] == key[:2] for panel in panels) > 1:
+        lines.append(_short(panels[key].site.iloc[0]))
+    if len({stack for stack, _, _ in panels}) > 1:
+        lines.append(f"stack {stack + 1}")
+    return "\n".join(lines)
 
 
 def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, models: list[str]) -> np.ndarray:
     panels = _panels(uniform)
-    ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role in panels]
+    ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role, _ in panels]
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
-    several = uniform.stack_index.nunique() > 1
     for row, (phase, words) in enumerate(PHASES.items()):
         grid[row, 0].set_ylabel(f"{words} (°)")
-        for column, (stack, role) in enumerate(panels):
-            axes = grid[row, column]
-            here = uniform[(uniform.stack_index == stack) & (uniform.role == role) & (uniform.phase == phase)]
-            _lines(axes, here, models, single=role in SINGLE)
+        for axes, (key, part) in zip(grid[row], panels.items(), strict=True):
+            _lines(axes, part[part.phase == phase], models, single=key[1] in SINGLE)
             if row == 0:
-                name = ROLE_LABELS.get(role, role)
-                axes.set_title(f"{name}\nstack {stack + 1}" if several else name, fontsize=8 if len(panels) < 6 else 7)
-            elif role not in SINGLE:
+                axes.set_title(_title(key, panels), fontsize=8 if len(panels) < 6 else 7)
+            elif key[1] not in SINGLE:
                 axes.set_xlabel("layer")
     return grid
 
 
 def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -> None:
     axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    step = min(0.2, 0.8 / len(models))  # a layer's models stay with it
     for k, model in enumerate(models):
-        rows = here[here.model == model].sort_values("layer")
-        shift = 0.2 * (k - (len(models) - 1) / 2)
+        rows = here[here.model == model].sort_values("layer", kind="stable")
+        shift = step * (k - (len(models) - 1) / 2)
         x = np.full(len(rows), shift) if single else rows.layer + shift
         label = plain(textwrap.fill(model, 90))  # a long path is longer than a line
         axes.errorbar(
             x, rows.mean_deg, rows.std_deg, marker=MARKERS[k % len(MARKERS)], color=PALETTE[k % len(PALETTE)],
             markersize=3, linewidth=0.8, elinewidth=0.7, capsize=1.2, capthick=0.6, label=label, zorder=3,
         )  # fmt: skip
+    first, last = (0, 0) if single else (here.layer.min(), here.layer.max())
+    axes.set_xlim(first - 0.5, last + 0.5)
     if single:
         axes.set_xticks([])
-        axes.set_xlim(-0.5, 0.5)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 

@@ -33,10 +33,13 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
         result = forward(model, batch, vocabulary(model))
     kind = next((k for k in ("logits", "last_hidden_state") if isinstance(getattr(result, k, None), Tensor)), None)
     if kind is None:
-        raise ModelError(f"{name} ({type(model).__name__}) gives neither logits nor hidden states to compare")
+        raise ModelError(
+            f"{name} ({type(model).__name__}) gives neither logits nor a last hidden state to compare, but "
+            f"{', '.join(result)}; load it as a class that does"
+        )
     value = getattr(result, kind)
     if value.ndim == 2:  # scores of tokens, one each, or of whole contexts: as if each were one position
-        value = value[..., None] if value.shape == batch.ids.shape else value[:, None]
+        value = value[..., None] if value.shape == batch.ids.shape and _by_token(model, batch, kind) else value[:, None]
     if not torch.isfinite(value).all():
         bad, narrow = int((~torch.isfinite(value)).any(-1).sum()), {value.dtype, model.dtype} & HALF
         raise ModelError(
@@ -47,11 +50,20 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
     return kind, value
 
 
+def _by_token(model: PreTrainedModel, batch: TokenBatch, kind: str) -> bool:
+    """Whether scores are one for each token, and not classes of the whole: of fewer tokens there are fewer."""
+    ids = batch.ids[:1, :-1] if batch.ids.shape[1] > 1 else np.repeat(batch.ids[:1], 2, axis=1)
+    with torch.inference_mode(), own_errors(model):
+        return getattr(forward(model, TokenBatch(ids, ids, 0), vocabulary(model)), kind).shape == ids.shape
+
+
 def _predicts(name: str, model: PreTrainedModel, batch: TokenBatch) -> bool:
     """Whether the output at a token is a distribution of the next one: all the vocabulary, and later tokens unseen.
 
-    The first position's output must not change when all tokens behind it do.
+    The first position's output must not change when all tokens behind it do. An encoder sees them all.
     """
+    if model.config.is_encoder_decoder:
+        return False
     ids, size = batch.ids[:1, :16], vocabulary(model)
     changed = np.concatenate([ids[:, :1], (ids[:, 1:] + 1) % size], axis=1)
     kind, a = _output(name, model, TokenBatch(ids, ids, 0))
