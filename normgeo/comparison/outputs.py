@@ -33,9 +33,10 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
         result = forward(model, batch, vocabulary(model))
     kind = next((k for k in ("logits", "last_hidden_state") if isinstance(getattr(result, k, None), Tensor)), None)
     if kind is None:
+        given = ", ".join(result) if isinstance(result, Mapping) else type(result).__name__
         raise ModelError(
-            f"{name} ({type(model).__name__}) gives neither logits nor a last hidden state to compare, but "
-            f"{', '.join(result)}; load it as a class that does"
+            f"{name} ({type(model).__name__}) gives neither logits nor a last hidden state to compare, but {given}; "
+            "load it as a class that does"
         )
     value = getattr(result, kind)
     if value.ndim == 2:  # scores of tokens, one each, or of whole contexts: as if each were one position
