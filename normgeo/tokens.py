@@ -227,6 +227,8 @@ def read_documents(path: Path) -> Iterator[str]:
     Raises:
         DataError: the file is missing, of another format, or without the text it should have.
     """
+    if path.is_dir():
+        raise DataError(f"{path} is a directory; give a .jsonl, .parquet or .txt file, or in Python the dataset in it")
     if not path.is_file():
         raise DataError(f"no such data file: {path}; give the path of one, or sample, {', '.join(HUB)}")
     suffix = path.suffix.lower()
