@@ -16,7 +16,9 @@ from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
 
-__all__ = ["KINDS", "PALETTE", "draw", "legend", "plain", "save", "series", "styled", "styles"]
+__all__ = [
+    "KINDS", "PALETTE", "draw", "legend", "plain", "role_words", "save", "series", "short_name", "styled", "styles",
+]  # fmt: skip
 
 WIDTH = 6.75
 """A paper's text width in inches: text is readable without scaling."""
@@ -95,6 +97,11 @@ def role_words(stack: str, role: str, several: bool) -> list[str]:
     """What a role is called, and before it its stack where there are several."""
     name = ROLE_LABELS.get(role, role)
     return [stack.split(".")[-2] if "." in stack else stack, name] if several and stack else [name]
+
+
+def short_name(site: str) -> str:
+    """What a norm is called in its layer."""
+    return site.partition("@")[0].rpartition(".")[2]
 
 
 @styled
@@ -186,8 +193,7 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         label, place = ": ".join(role_words(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
         for number in sorted(place.unique()):
             own = rows[place == number]
-            name = str(own.site.iloc[0]).partition("@")[0].rpartition(".")[2]
-            yield (f"{label}: {name}" if place.any() else label), own
+            yield (f"{label}: {short_name(own.site.iloc[0])}" if place.any() else label), own
 
 
 def styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, role_words, styled
+from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, role_words, short_name, styled
 
 __all__ = ["plot", "table"]
 
@@ -93,12 +93,8 @@ def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
         cells = [
             "" if np.isnan(a) else f"{a:.2f} → {b:.2f}" for a, b in zip(pre.loc[site], post.loc[site], strict=True)
         ]
-        out.add_row(f"{label}: {_short(site[0])}" if twice else label, str(site[-1]), *cells)
+        out.add_row(f"{label}: {short_name(site[0])}" if twice else label, str(site[-1]), *cells)
     return out
-
-
-def _short(site: str) -> str:
-    return site.partition("@")[0].rpartition(".")[2]
 
 
 @styled
@@ -130,7 +126,7 @@ def _title(key: tuple[int, str, int], panels: dict[tuple[int, str, int], pd.Data
     stack, role, _ = key
     lines = [ROLE_LABELS.get(role, role)]
     if sum(panel[:2] == key[:2] for panel in panels) > 1:
-        lines.append(_short(panels[key].site.iloc[0]))
+        lines.append(short_name(panels[key].site.iloc[0]))
     if len({stack for stack, _, _ in panels}) > 1:
         lines.append(f"stack {stack + 1}")
     return "\n".join(lines)
