@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from normgeo.figures import WIDTH
@@ -14,13 +17,56 @@ DEPTH = "layer (norms of a layer in order)"
 
 
 def grid(
-    rows: int, columns: Sequence[str], *, height: float = 2.0, xlabel: str = "layer", sharey: str = "row"
+    ylabels: Sequence[str],
+    columns: Sequence[str],
+    *,
+    height: float = 2.0,
+    xlabel: str = "layer",
+    sharey: str = "row",
+    across: int = 3,
 ) -> tuple[matplotlib.figure.Figure, np.ndarray]:
-    """A figure of the width of a text, and its axes [row, column]; columns carry titles, the last row the x label."""
-    figure = matplotlib.figure.Figure(figsize=(WIDTH, 0.6 + height * rows), layout="constrained")
-    axes = figure.subplots(rows, len(columns), squeeze=False, sharex="col", sharey=sharey)  # pyright: ignore
+    """A figure of the width of a text, and its axes [row, column].
+
+    Columns carry titles and continue below where there are more than fit beside each other, as evenly as they go.
+
+    Args:
+        ylabels: of the quantity in each row.
+        columns: what is in each.
+        height: of a row, in inches.
+        xlabel: of all axes.
+        sharey: whether the axes of a `row`, `all` or `none` have one scale; those of a column have one along x.
+        across: how many columns fit beside each other.
+    """
+    rows, bands = len(ylabels), math.ceil(len(columns) / across)
+    across = math.ceil(len(columns) / bands)
+    size = (WIDTH, 0.6 + (height if bands == 1 else 0.8 * height) * rows * bands)
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    cells = figure.subplots(rows * bands, across, squeeze=False)
+    axes = np.empty((rows, len(columns)), dtype=object)
     for column, title in enumerate(columns):
+        band, place = divmod(column, across)
+        axes[:, column] = cells[band * rows : (band + 1) * rows, place]
         axes[0, column].set_title(title)
-        axes[-1, column].set_xlabel(xlabel)
+        for row, label in enumerate(ylabels):
+            _share(axes, row, column, sharey, first=place == 0)
+            if place == 0:
+                axes[row, column].set_ylabel(label if bands == 1 else textwrap.fill(label, 22))
         axes[-1, column].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if column + across >= len(columns):  # nothing is below
+            axes[-1, column].set_xlabel(xlabel)
+    for unused in cells.flat:
+        if not any(unused is used for used in axes.flat):
+            unused.remove()
     return figure, axes
+
+
+def _share(axes: np.ndarray, row: int, column: int, sharey: str, first: bool) -> None:
+    """Give an axes the scales it shares, and numbers only where no axes beside or below it has the same."""
+    here: Axes = axes[row, column]
+    if row:
+        here.sharex(axes[0, column])
+    here.tick_params(labelbottom=row == len(axes) - 1)
+    if sharey != "none":
+        if (other := axes[0, 0] if sharey == "all" else axes[row, 0]) is not here:
+            here.sharey(other)
+        here.tick_params(labelleft=first)

@@ -29,9 +29,8 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     inner = frame[~frame.role.isin(figures.SINGLE)]
     first = inner.groupby(["model", "stack", "layer"]).site.transform("first")
     inner = inner[inner.site == first]
-    figure, grid = _axes.grid(2, models)
+    figure, grid = _axes.grid([f"{figures.PHASE_LABELS[phase]} (degrees)" for phase in ("pre", "post")], models)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
-        row[0].set_ylabel(f"{figures.PHASE_LABELS[phase]} (degrees)")
         for axes, model in zip(row, models, strict=True):
             axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
             here = inner[(inner.model == model) & (inner.phase == phase)].sort_values("layer")

@@ -53,7 +53,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         "other token preferred (%)": 100 * (1 - frame.top1),
         "logits, rms error (%)": 100 * frame.error_rms_rel,
     }
-    figure, grid = _axes.grid(1, list(panels), height=1.0, xlabel="")
+    figure, grid = _axes.grid([""], list(panels), height=1.0, xlabel="", across=4)
     labels = list(frame.conversion[1:])
     for axes, values in zip(grid[0], panels.values(), strict=True):
         _changes(axes, values.to_numpy(float)[1:])

@@ -206,7 +206,7 @@ def _owner(x: Tensor) -> Tensor:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Verdicts by family, and the errors of all conversions."""
     titles = ["transformers' architectures by verdict", "every conversion by its error"]
-    figure, grid = _axes.grid(1, titles, height=2.8, xlabel="architectures", sharey="none")
+    figure, grid = _axes.grid([""], titles, height=2.8, xlabel="architectures", sharey="none")
     counts = pd.crosstab(frame.family, frame.verdict)
     shown = [f for f in FAMILIES if f in counts.index and f not in ("none", "not built")][::-1]
     left = pd.Series(0, index=shown)

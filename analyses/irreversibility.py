@@ -86,7 +86,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     frame = figures.on_stream(frame)
     frame = frame.assign(depth=_source.depth(frame))
     models = list(frame.model.unique())
-    figure, grid = _axes.grid(1, models, height=2.2, xlabel=_axes.DEPTH)
+    figure, grid = _axes.grid(["variance lost (%)"], models, height=2.2, xlabel=_axes.DEPTH)
     for axes, model in zip(grid[0], models, strict=True):
         axes.axhline(0, color="0.4", linewidth=1, linestyle="--", label="BatchNorm (eq. 10 and 11)")
         for k, (kind, label) in enumerate(NORMS.items()):
@@ -95,7 +95,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 part.depth, 100 * part.lost_share, f"{'os'[k]}-", color=figures.PALETTE[k], markersize=3, linewidth=1,
                 label=label,
             )  # fmt: skip
-    grid[0, 0].set_ylabel("variance lost (%)")
     figures.legend(figure)
     figure.suptitle("What no scale-and-shift gives back of a norm's input", fontsize=9)
     return figure

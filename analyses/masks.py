@@ -70,9 +70,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model or stack."""
     frame, masks = on_stream(frame[frame.direction == "uniform"]), list(frame["mask"].unique())
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
-    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
+    ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
+    figure, grid = _axes.grid(ylabels, list(stacks), xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
-        row[0].set_ylabel(f"{'before' if phase == 'pre' else 'after'} the norm (degrees)")
         for axes, rows in zip(row, stacks.values(), strict=True):
             axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
             for k, mask in enumerate(masks):

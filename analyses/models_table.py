@@ -20,7 +20,7 @@ def compute() -> pd.DataFrame:
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Memory of the weights by model, colored by the kind of norm."""
-    figure, grid = _axes.grid(1, ["Models of Geometry table 1"], xlabel="weights in 16-bit precision (GB)")
+    figure, grid = _axes.grid([""], ["Models of Geometry table 1"], xlabel="weights in 16-bit precision (GB)")
     axes = grid[0, 0]
     for k, (norm, part) in enumerate(frame.groupby("norm", sort=False)):
         bars = axes.barh(part.name, part.memory_gb, color=figures.PALETTE[k], height=0.7, label=str(norm))

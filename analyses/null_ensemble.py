@@ -49,11 +49,9 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
     models = list(frame.model.unique())
-    figure, grid = _axes.grid(2, models)
+    figure, grid = _axes.grid(["z of the uniform vector", "percentile of its mean angle"], models)
     looks = figures.styles(frame[frame.phase == "pre"])
-    rows = {"null_z": ("z of the uniform vector", 1.96), "null_percentile": ("percentile of its mean angle", None)}
-    for row, (value, (label, bound)) in zip(grid, rows.items(), strict=True):
-        row[0].set_ylabel(label)
+    for row, value, bound in zip(grid, ("null_z", "null_percentile"), (1.96, None), strict=True):
         for axes, model in zip(row, models, strict=True):
             low, high = (-bound, bound) if bound else (2.5, 97.5)
             axes.axhspan(low, high, color="0.93", zorder=0, label="expected in 95% of cases")

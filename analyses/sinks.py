@@ -37,7 +37,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle and norm along the depth of the residual stream, a column per model, and of several stacks per stack."""
     frame = on_stream(frame)
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
-    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
+    figure, grid = _axes.grid(["angle to uniform (degrees)", "mean norm"], list(stacks), xlabel=_axes.DEPTH)
     for column, rows in enumerate(stacks.values()):
         angle, norm = grid[:, column]
         angle.axhline(90, color="0.4", linewidth=0.6, zorder=1)
@@ -49,8 +49,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 x = part.depth + 0.08 * (k - 1)
                 angle.errorbar(x, part.mean_deg, part.std_deg, fmt=f"{'osD'[k]}-", elinewidth=0.8, capsize=1.5, **style)
                 norm.plot(part.depth, part.mean_norm, f"{'osD'[k]}-", **style)
-    grid[0, 0].set_ylabel("angle to uniform (degrees)")
-    grid[1, 0].set_ylabel("mean norm")
     figures.legend(figure)
     figure.suptitle("Attention sinks apart, before each norm (mean ± standard deviation over tokens)", fontsize=9)
     return figure

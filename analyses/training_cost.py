@@ -6,8 +6,6 @@ minus the step without the part, medians of interleaved rounds. The table is the
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
 
 import matplotlib.figure
@@ -46,16 +44,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size and tokens in a step."""
     tasks = dict(list(frame.groupby(["size", "batch", "context"], sort=False)))
     names = [f"{size}, {batch} x {context} tokens" for size, batch, context in tasks]  # pyright: ignore
-    figure, grid = _axes.grid(math.ceil(len(tasks) / 2), names[:2], xlabel="", height=2.6, sharey="all")
-    for axes, name, part in itertools.zip_longest(grid.flat, names, tasks.values()):
-        if part is None:
-            axes.set_visible(False)
-            grid[-2, 1].tick_params(labelbottom=True)
-            continue
-        axes.set_title(name)
+    figure, grid = _axes.grid(["share of Pre-LN's step (%)"], names, xlabel="", height=2.6, sharey="all", across=2)
+    for axes, part in zip(grid[0], tasks.values(), strict=True):
         _bars(axes, breakdown(part))
-    for axes in grid[:, 0]:
-        axes.set_ylabel("share of Pre-LN's step (%)")
     figures.legend(figure, columns=3)
     about = frame.iloc[0]
     precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.get("precision", "no")]

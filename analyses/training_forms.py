@@ -63,7 +63,7 @@ def compute(n_tokens: int | None = None) -> pd.DataFrame:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The three loss curves, and the relative difference of two of them from the first."""
     figure, grid = _axes.grid(
-        1,
+        [""],
         ["loss (nats per token)", "relative difference from Pre-LN (none: drawn at 1e-9)"],
         xlabel="training step",
         height=2.4,

@@ -28,7 +28,7 @@ def compute() -> pd.DataFrame:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning curves, and the difference between the twins in held-out loss."""
     figure, grid = _axes.grid(
-        1, ["learning curves", "difference in held-out loss"], xlabel="training step", height=2.4, sharey="none"
+        [""], ["learning curves", "difference in held-out loss"], xlabel="training step", height=2.4, sharey="none"
     )
     curves, difference = grid[0]
     for k, (norm, part) in enumerate(frame.groupby("norm", sort=False)):

@@ -43,7 +43,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning rate by step, with a mark at each model that is kept."""
     sizes = [str(size) for size in frame["size"]]
     titles = [f"{size}: {parameters / 1e6:,.1f}M" for size, parameters in zip(sizes, frame.parameters, strict=True)]
-    figure, grid = _axes.grid(1, titles, xlabel="step (thousands)", height=2.0, sharey="all")
+    figure, grid = _axes.grid(
+        ["learning rate (thousandths)"], titles, xlabel="step (thousands)", sharey="all", across=6
+    )
     for axes, size in zip(grid[0], sizes, strict=True):
         recipe = SIZES[size]
         steps = range(0, recipe.steps + 1, recipe.steps // 400)
@@ -53,7 +55,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         kept = [step for step in range(recipe.steps + 1) if is_kept(step, recipe)]
         rates = [1000 * learning_rate(step, recipe) for step in kept]
         axes.plot(np.array(kept) / 1000, rates, ".", color=figures.PALETTE[1], markersize=3, label="model kept")
-    grid[0, 0].set_ylabel("learning rate (thousandths)")
     figures.legend(figure)
     figure.suptitle("How the twins of Geometry table 2 are trained; parameters with tied heads", fontsize=9)
     return figure

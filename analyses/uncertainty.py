@@ -50,7 +50,10 @@ def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
             apart = degrees[known] - degrees[known].mean()
             n, n_documents = len(apart), int(of.max()) + 1
             if n_documents < 2:
-                raise DataError("one document tells nothing of how documents differ; measure more of them")
+                raise DataError(
+                    f"{len(store.document):,} tokens are of one document, which tells nothing of how documents differ; "
+                    "measure more tokens"
+                )
             together = np.bincount(of, apart)
             yield {
                 "phase": phase, "direction": direction, "mean_deg": degrees[known].mean(),
@@ -64,9 +67,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Both standard errors of the mean angle to the uniform vector, along the depth of each model or stack."""
     frame = figures.on_stream(frame[frame.direction == "uniform"])
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
-    figure, grid = _axes.grid(2, list(stacks), xlabel=_axes.DEPTH)
+    ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
+    figure, grid = _axes.grid(ylabels, list(stacks), xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
-        row[0].set_ylabel(f"{'before' if phase == 'pre' else 'after'} the norm (degrees)")
         for axes, rows in zip(row, stacks.values(), strict=True):
             part = rows[rows.phase == phase].sort_values("depth")
             for k, (column, label) in enumerate(LABELS.items()):

@@ -61,7 +61,7 @@ def _row(name: str, sequences: int) -> dict[str, object]:
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """What norms and centering are of the matrix products of a step; for norms it is the same in inference."""
-    figure, grid = _axes.grid(1, [f"steps of {frame.sequences[0]} sequences"], xlabel="", height=2.8)
+    figure, grid = _axes.grid([""], [f"steps of {frame.sequences[0]} sequences"], xlabel="", height=2.8)
     parts = {
         "layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "crmsnorm": "CRMSNorm",
         "linear": "centered linear layers, in training", "recenter": "recentered embeddings, in training",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,12 +37,17 @@ def _standardized(x: Tensor, kind: Kind) -> Tensor:
 
 
 @torch.no_grad()
-def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
+def behaviour_of(module: nn.Module, shape: torch.Size, given: torch.dtype = torch.float32) -> Behaviour | None:
     """What a module does to random vectors of this shape, or None when it is no norm.
 
     With f the module, (f(x) + f(-x)) / 2 is beta and (f(x) - f(-x)) / 2 is gamma * y; both are fitted on some random
     vectors and must then predict f on others, whose lengths and means differ widely. A norm remains one with a gain
     that is zero or not finite: those numbers are ones while it is probed.
+
+    Args:
+        module: any.
+        shape: of what it is given in a forward pass.
+        given: dtype of that, on which the eps of torch's RMSNorm depends where none is set.
 
     Raises:
         ModelError: it cannot be copied.
@@ -77,7 +83,7 @@ def behaviour_of(module: nn.Module, shape: torch.Size) -> Behaviour | None:
         error = truth - (gamma * _standardized(fresh, kind) + beta)
         if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
             eps = _named_eps(module)
-            eps = _measured_eps(module, fresh / 1e3, gamma, kind) if eps is None else eps
+            eps = _measured_eps(module, fresh / 1e3, gamma, kind, given) if eps is None else eps
             has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
             return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
     return None
@@ -115,8 +121,11 @@ def _named_eps(module: nn.Module) -> float | None:
     return values[0] if values else None
 
 
-def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> float:
-    """Eps from how much short vectors come out shorter: |f(sx)| / |gamma y| = 1 / sqrt(1 + eps / (s^2 v))."""
+def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind, given: torch.dtype) -> float:
+    """Eps from how much short vectors come out shorter: |f(sx)| / |gamma y| = 1 / sqrt(1 + eps / (s^2 v)).
+
+    One that is the rounding of the probe's dtype is that of the dtype in which the module computes.
+    """
     y = _standardized(x, kind)
     centered = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
     v = centered.pow(2).mean(-1)
@@ -126,4 +135,6 @@ def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> fl
         r = ((out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)).clamp(1e-6, 1.0)
         if (r - 0.5).abs().mean() < off:
             best, off = (s * s * v * (r**-2 - 1)).mean().item(), (r - 0.5).abs().mean().item()
+    if math.isclose(best, torch.finfo(x.dtype).eps, rel_tol=1e-3):
+        return torch.finfo(torch.promote_types(given, torch.float32)).eps  # torch takes half precision to float32
     return float(f"{best:.5g}")

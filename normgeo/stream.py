@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example, max_context
 from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
-from normgeo.sites import NormSite, evaluating, find_sites
+from normgeo.sites import NormSite, find_sites
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+from normgeo.trace import evaluating
 
 __all__ = [
     "Sink",

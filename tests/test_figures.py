@@ -1,7 +1,10 @@
+import itertools
+
 import matplotlib.figure
 import pytest
 import seaborn as sns
 import zoo
+from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from analyses import _axes
@@ -218,9 +221,29 @@ def test_one_layer_has_one_tick(ids):
     models = {"a": model, "b": zoo.tiny("llama", num_hidden_layers=1)}
     figure = compare(models, ids[:2, :9], null=2, rounds=0, progress=False).plot()
     assert layer_ticks(figure) == {0}
-    figure, grid = _axes.grid(1, ["a model"])
+    figure, grid = _axes.grid(["degrees"], ["a model"])
     grid[0, 0].plot([3], [90], "o")
     assert layer_ticks(figure) == {3}
+
+
+@pytest.mark.parametrize(("columns", "across"), [(1, 1), (3, 3), (4, 2), (8, 3)])
+def test_columns_that_do_not_fit_beside_each_other_continue_below(columns, across):
+    """Every label is there once for its band or column, and none lies over another."""
+    names = [f"organisation/model-{i}" for i in range(columns)]
+    figure, grid = figures.styled(_axes.grid)(["before the norm (degrees)", "after"], names, xlabel=_axes.DEPTH)
+    for i, axes in enumerate(grid.flat):
+        axes.plot([0, 5], [80 + i, 95])
+    figures.legend(figure)
+    figure.draw_without_rendering()
+    assert [axes.get_title() for axes in grid[0]] == names
+    assert len(figure.axes) == 2 * columns
+    labelled = [[axes for axes in figure.axes if get(axes)] for get in (Axes.get_ylabel, Axes.get_xlabel)]
+    assert [len(axes) for axes in labelled] == [2 * -(-columns // across), min(columns, across)]
+    texts = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, axes.yaxis.label)]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+    assert len({axes.get_ylim() for axes in grid[0]}) == 1  # a quantity has one scale, wherever it is
 
 
 def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):

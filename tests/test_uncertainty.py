@@ -68,7 +68,7 @@ def test_angles_that_do_not_depend_on_their_document_are_known_as_well_as_if_dra
 def test_what_cannot_be_told_is_refused(tmp_path):
     config = RunConfig(("embedded-layernorm",), tokens=300, context=64, null=0, keep="scalars")
     start_run(config, tmp_path / "one", progress=False)
-    with pytest.raises(DataError, match="one document tells nothing of how documents differ"):
+    with pytest.raises(DataError, match="300 tokens are of one document, which tells nothing of how documents differ"):
         uncertainty.compute(tmp_path / "one")
     with pytest.raises(DataError, match="has its own tokens"):
         uncertainty.compute(tmp_path / "one", n_tokens=5)

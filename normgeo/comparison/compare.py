@@ -32,12 +32,13 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import on_cpu, pick_dtype, usable_device, weights_digest
-from normgeo.sites import evaluating, find_sites
+from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder, taken, whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, interleaved, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
+from normgeo.trace import evaluating
 
 __all__ = ["Comparison", "compare", "compare_run", "default_stem"]
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from normgeo.agreement import Agreement, next_tokens, wide
 from normgeo.errors import DataError, ModelError
-from normgeo.sites import evaluating
 from normgeo.stream import forward, in_memory, own_errors, vocabulary
 from normgeo.tokens import TokenBatch, TokenStream
+from normgeo.trace import evaluating
 
 __all__ = ["agreements"]
 

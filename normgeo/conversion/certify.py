@@ -17,7 +17,7 @@ from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
-from normgeo.sites import evaluating
+from normgeo.trace import evaluating
 
 __all__ = ["Certificate", "certificate_inputs", "certify", "listed"]
 

@@ -37,8 +37,8 @@ from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError, ModelError
-from normgeo.sites import evaluating
 from normgeo.system.files import whole_directory
+from normgeo.trace import evaluating
 
 __all__ = ["auto_map", "check_read", "describe", "native_class", "save", "write_config"]
 

@@ -29,7 +29,8 @@ from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
 from normgeo.models import on_cpu, shared_copy
-from normgeo.sites import evaluating, find_sites
+from normgeo.sites import find_sites
+from normgeo.trace import evaluating
 
 __all__ = ["fused_norms", "optimize"]
 

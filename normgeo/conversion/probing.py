@@ -19,7 +19,8 @@ from normgeo.converted import put, replaced
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.models import copied, default_dtype, seeded, uncompiled
 from normgeo.norms import LayerNorm
-from normgeo.sites import NormSite, is_leaf
+from normgeo.sites import NormSite
+from normgeo.trace import is_leaf
 
 __all__ = [
     "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "generic_copy", "looked_at", "looking_at", "outputs_of",

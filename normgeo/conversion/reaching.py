@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.probing import float64_copy, outputs_of, same
 from normgeo.examples import example, example_inputs, first_attribute, image_shape
-from normgeo.sites import evaluating
+from normgeo.trace import evaluating
 
 __all__ = ["beside", "reaching_inputs", "without_effect"]
 

@@ -17,8 +17,8 @@ from normgeo.conversion import checkpoint
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError, NormGeoError
 from normgeo.models import TwinConfig, TwinLMHeadModel, seeded
-from normgeo.sites import evaluating
 from normgeo.tokens import TokenStream
+from normgeo.trace import evaluating
 from normgeo.training.compressed import compressed, widened
 from normgeo.training.recipe import NORMS, Recipe
 
