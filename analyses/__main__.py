@@ -8,8 +8,12 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
+import shutil
 import sys
 import tempfile
+import textwrap
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -30,9 +34,21 @@ def names() -> list[str]:
 
 
 def title(name: str) -> str:
-    """What an analysis is of: its module's first line, read and not imported, which would load torch and the rest."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    """What an analysis is of: its module's first line."""
+    return (ast.get_docstring(_read(name)) or "").partition("\n")[0]
+
+
+def options_of(name: str) -> dict[str, str]:
+    """The options that an analysis depends on, and what its `compute` says of them."""
+    code = next(node for node in _read(name).body if isinstance(node, ast.FunctionDef) and node.name == "compute")
+    said = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", ast.get_docstring(code) or "", re.MULTILINE)
+    said = {option: re.sub(r"; None is (.*)\.$", r" [default: \1]", " ".join(text.split())) for option, text in said}
+    return {a.arg: said.get(a.arg, "") for a in (*code.args.args, *code.args.kwonlyargs) if a.arg in FLAGS}
+
+
+def _read(name: str) -> ast.Module:
+    """An analysis's code, which is not imported: that would load torch and the rest."""
+    return ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
 
 
 def run(name: str, options: dict[str, object], out: Path) -> None:
@@ -53,12 +69,26 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
     transformers.utils.logging.disable_progress_bar()
     frame = module.compute(**options)
-    print(frame.head(12).to_string(index=False, max_cols=12, float_format="{:.4g}".format))
+    print(shown(frame))
     try:
         _write(name, module, frame, out)
     except OSError as error:
         raise RunError(f"cannot write {out / name}.*: {error.strerror or error}; give another --out") from error
     print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
+
+
+def shown(frame: pd.DataFrame, rows: int = 12) -> str:
+    """The first rows as text, with every column: what is the same in all rows is said once, above."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    same = [c for c in frame if len(frame) > 1 and frame[c].map(repr).nunique() == 1]
+    said = ", ".join(f"{c} {_number(frame[c].iloc[0])}" for c in same if not frame[c].isna().all())
+    head = textwrap.fill(f"In all rows: {said}", width) + "\n" if same else ""
+    table = frame.drop(columns=same).head(rows)
+    return head + table.to_string(index=False, line_width=width, float_format="{:.4g}".format)
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> None:
@@ -79,34 +109,57 @@ def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> Non
 def together(runs: list[Path], folder: Path) -> Path:
     """One directory with the tables, and links to the scalars, of several finished runs of `normgeo angles`.
 
-    Of one run it is its own.
+    Of one run it is its own. A model that several runs have measured is told apart by the run's directory.
 
     Raises:
-        DataError: one is no finished run, or two are of models of one name.
+        DataError: one is no finished run, or is given twice.
     """
     from normgeo.angles.measure import AngleTable
+    from normgeo.angles.runs import safe_name
 
     if len(runs) == 1:
         return runs[0]
-    AngleTable.concatenated([AngleTable.load(run) for run in runs]).save(folder)
-    if all((run / "scalars.zarr").is_dir() for run in runs):
-        (folder / "scalars.zarr").mkdir()
-        for model in [path for run in runs for path in (run / "scalars.zarr").iterdir() if path.is_dir()]:
-            (folder / "scalars.zarr" / model.name).symlink_to(model.resolve(), target_is_directory=True)
+    if twice := [str(run) for run, n in Counter(run.resolve() for run in runs).items() if n > 1]:
+        raise DataError(f"the run {twice[0]} is given twice; give each once")
+    tables = [AngleTable.load(run) for run in runs]
+    models = [list(map(str, table.frame.model.unique())) for table in tables]
+    measured = Counter(model for found in models for model in found)
+    called = Counter(run.name for run in runs)
+    renamed = []
+    for run, table, found in zip(runs, tables, models, strict=True):
+        where = run.name if called[run.name] == 1 else str(run)
+        names = {model: f"{model} ({where})" if measured[model] > 1 else model for model in found}
+        parts = (part.assign(model=part.model.map(names)) for part in (table.frame, table.sinks))
+        renamed.append(AngleTable(*parts))
+        for model, name in names.items():
+            if (kept := run / "scalars.zarr" / safe_name(model)).is_dir():
+                (folder / "scalars.zarr").mkdir(exist_ok=True)
+                (folder / "scalars.zarr" / safe_name(name)).symlink_to(kept.resolve(), target_is_directory=True)
+    AngleTable.concatenated(renamed).save(folder)
     return folder
+
+
+def _parser(name: str | None) -> argparse.ArgumentParser:
+    """The command line, of one analysis with what it depends on."""
+    about = __doc__ if name is None else f"{name}: {title(name)}"
+    parser = argparse.ArgumentParser(prog="python -m analyses", description=about)
+    parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
+    said = {
+        "run": "a finished run of `normgeo angles`; of several their models side by side [default: the embedded pair]",
+        "n_tokens": "tokens to measure without --run [default: all]",
+    }
+    depends = said if name is None else {k: text or said[k] for k, text in options_of(name).items()}
+    told = {option: depends.get(option, argparse.SUPPRESS) for option in FLAGS}  # given all the same it is refused
+    parser.add_argument("--run", type=Path, action="append", metavar="PATH", help=told["run"])
+    parser.add_argument("--tokens", type=int, dest="n_tokens", metavar="N", help=told["n_tokens"])
+    parser.add_argument("--out", type=Path, default=Path("runs/analyses"), help="where to write [default: %(default)s]")
+    return parser
 
 
 def main() -> int:
     """The command line; an error that normgeo raises on purpose is one line, and the exit status is 1."""
-    parser = argparse.ArgumentParser(prog="python -m analyses", description=__doc__)
-    parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
-    parser.add_argument(
-        "--run", type=Path, action="append",
-        help="a finished run of `normgeo angles`; of several their models side by side [default: the embedded pair]",
-    )  # fmt: skip
-    parser.add_argument("--tokens", dest="n_tokens", type=int, help="tokens to measure without --run [default: all]")
-    parser.add_argument("--out", type=Path, default=Path("runs/analyses"), help="where to write [default: %(default)s]")
-    given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+    named = next((argument for argument in sys.argv[1:] if argument in names()), None)
+    given = {k: v for k, v in vars(_parser(named).parse_args()).items() if v is not None}
     name, out = given.pop("name", None), given.pop("out")
     try:
         if name is None:

@@ -1,6 +1,7 @@
 """Every analysis computes, draws and saves, from the embedded pair and from a run; `python -m analyses` runs it."""
 
 import importlib
+import inspect
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 
 from analyses import _source
-from analyses.__main__ import main, names
+from analyses.__main__ import main, names, shown
 from normgeo import figures
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import RunConfig, start_run
@@ -80,8 +81,52 @@ def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, mo
         whole = module(name).compute(run)
         pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "together" / f"{name}.parquet"), whole)
     status, _, err = call(capsys, monkeypatch, "angles_by_layer", *parts[:2], *parts[:2])
-    assert status == 1
-    assert "two tables are of a model called" in err
+    assert (status, err.count("\n")) == (1, 1)
+    assert f"{parts[1]} is given twice" in err
+
+
+def test_runs_of_one_model_are_told_apart_by_their_directories(run, tmp_path, capsys, monkeypatch):
+    """On other data, or other tokens; of the same name in other directories by their paths."""
+    table, model = AngleTable.load(run), "embedded-layernorm"
+    for more, name in enumerate(("short", "long", "other/long")):
+        parts = (part[part.model == model].reset_index(drop=True) for part in (table.frame, table.sinks))
+        AngleTable(*(part.assign(mean_deg=part.mean_deg + more) for part in parts)).save(tmp_path / name)
+        shutil.copytree(run / "scalars.zarr" / model, tmp_path / name / "scalars.zarr" / model)
+    monkeypatch.chdir(tmp_path)
+    for name, runs in (("masks", ("short", "long")), ("sinks", ("short", "long", "other/long"))):
+        options = [option for run in runs for option in ("--run", run)]
+        assert call(capsys, monkeypatch, name, *options, "--out", "out")[0] == 0
+        frame = pd.read_parquet(f"out/{name}.parquet")
+        assert list(frame.model.unique()) == [f"{model} ({run})" for run in runs]
+        for run in runs:
+            part = frame[frame.model == f"{model} ({run})"].assign(model=model)
+            pd.testing.assert_frame_equal(part.reset_index(drop=True), module(name).compute(tmp_path / run))
+
+
+def test_no_column_of_a_table_is_left_out(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    frame = module("angles_by_layer").compute(run)
+    text = shown(frame)
+    assert max(map(len, text.splitlines())) <= 102  # pandas ends a part of a table with a backslash
+    assert all(column in text for column in frame if frame[column].notna().any())
+    assert "d 192" in text.partition("model")[0]
+    assert "In all rows" not in shown(frame.head(1))
+
+
+def test_help_is_about_the_analysis(capsys, monkeypatch):
+    def told(*arguments):
+        monkeypatch.setattr(sys, "argv", ["analyses", *arguments, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "--tokens" in told()
+    for name in names():
+        parameters = inspect.signature(module(name).compute).parameters
+        text = told(name)
+        assert ("[--run PATH]" in text) == ("run" in parameters)
+        assert ("[--tokens N]" in text) == ("n_tokens" in parameters)
+    assert "what `normgeo bench train --out` wrote [default: the kept one]" in told("training_cost")
 
 
 @pytest.mark.parametrize(
