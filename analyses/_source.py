@@ -61,7 +61,7 @@ def scalars(run: Path | None = None, n_tokens: int | None = None) -> Iterator[tu
             start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
         frame = AngleTable.load(run).frame
         if not (run / "scalars.zarr").is_dir():
-            raise RunError("a run kept no scalars; measure again with --keep scalars")
+            raise RunError("a run kept no scalars; measure again, or scan its store again, with --keep scalars")
         sites = frame[["model", "site", "layer", "role", "kind", "stack"]].drop_duplicates()
         names = map(str, sites.model.unique())
         yield sites, {name: ScalarStore(run / "scalars.zarr" / safe_name(name)) for name in names}

@@ -88,6 +88,15 @@ class RunConfig:
         """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
         return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
 
+    def keeps_scalars(self, n_tokens: int) -> bool:
+        """Whether a run of so many tokens keeps theirs."""
+        return self.keep == "scalars" or (self.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
+
+    def block(self, n_tokens: int, context: int) -> int:
+        """How many of so many tokens are committed at once: whole batches."""
+        at_once = self.batch * context
+        return min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
+
     def absolute(self) -> RunConfig:
         """The same for a process that works in another directory."""
 
@@ -163,7 +172,6 @@ def prepare(
     for length in tokens.lengths(n_tokens):
         check_pass(model, sites, length)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
-    keep = config.keep == "scalars" or (config.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
     about = {
         "model": name,
         "class": type(model).__name__,
@@ -185,9 +193,8 @@ def prepare(
         "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
         "sites": [asdict(site) for site in sites],
     }
-    at_once = config.batch * tokens.context
-    block = min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
-    return Job(label_of(name), model, tokens, sites, n_tokens, bos, keep, block, about)
+    block = config.block(n_tokens, tokens.context)
+    return Job(label_of(name), model, tokens, sites, n_tokens, bos, config.keeps_scalars(n_tokens), block, about)
 
 
 def counted(

@@ -15,6 +15,7 @@ as well.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,9 +33,12 @@ from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
 
-__all__ = ["ScalarStore", "ScalarWriter", "bytes_needed"]
+__all__ = ["Rows", "ScalarStore", "ScalarWriter", "bytes_needed", "scalar_rows", "together"]
 
 QUANTITIES = ("norm", *NAMES)
+
+Rows = dict[tuple[int, str], Tensor]
+"""By a site's index and the phase: norms and angles, [vectors, quantities]."""
 
 
 def bytes_needed(sites: Sequence[NormSite], n_tokens: int, block: int) -> int:
@@ -46,6 +50,10 @@ def bytes_needed(sites: Sequence[NormSite], n_tokens: int, block: int) -> int:
 def _phases(kind: str) -> tuple[str, ...]:
     """The phases that are kept."""
     return PHASES if kind == "layernorm" else ("pre", "post")
+
+
+def _kept(sites: Sequence[NormSite]) -> list[tuple[int, str]]:
+    return [(i, phase) for i, site in enumerate(sites) for phase in _phases(site.kind)]
 
 
 def _quantities(phase: str) -> tuple[str, ...]:
@@ -60,6 +68,20 @@ def _on_cpu(rows: list[Tensor]) -> list[Tensor]:
     return [part.view_as(row) for part, row in zip(flat.split([row.numel() for row in rows]), rows, strict=True)]
 
 
+def scalar_rows(statistics: AngleStatistics) -> Rows:
+    """Norms and angles of the batch that has just gone through the statistics, in the computer's memory."""
+    kept, rows = _kept(statistics.sites), []
+    for i, phase in kept:
+        norm, degrees = statistics.scalars[i, phase]
+        rows.append(torch.stack([norm, *degrees[phase == "standardized" :]], 1))
+    return dict(zip(kept, _on_cpu(rows), strict=True))
+
+
+def together(parts: Sequence[Rows]) -> Rows:
+    """The rows of several batches, one behind the other."""
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
 class ScalarWriter:
     """Collects the scalars of a block of tokens and writes them as whole chunks.
 
@@ -68,8 +90,9 @@ class ScalarWriter:
 
     def __init__(self, path: Path, sites: Sequence[NormSite], n_tokens: int, block: int) -> None:
         self.path, self.sites, self.n_tokens, self.block = path, list(sites), n_tokens, block
-        self._kept = [(i, p) for i, site in enumerate(self.sites) for p in _phases(site.kind)]
-        self._parts: list[tuple[TokenBatch, list[Tensor]]] = []
+        self._batches: list[TokenBatch] = []
+        self._rows = defaultdict[tuple[int, str], list[Tensor]](list)
+        self._root: zarr.Group | None = None
         self._arrays: dict[str, zarr.Array] = {}
 
     def create(self, directions: dict[int, Directions]) -> None:
@@ -78,13 +101,16 @@ class ScalarWriter:
         norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
         attributes = {"quantities": list(QUANTITIES), "random_norms": norms}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
-        for name in ("id", "document", "position"):
-            root.create_array(f"tokens/{name}", shape=(self.n_tokens,), chunks=(self.block,), dtype="int64",
-                              compressors=None, dimension_names=("token",))  # fmt: skip
-        for i, phase in self._kept:
+        for name in (f"tokens/{n}" for n in ("id", "document", "position")):
+            self._arrays[name] = root.create_array(
+                name, shape=(self.n_tokens,), chunks=(self.block,), dtype="int64", compressors=None,
+                dimension_names=("token",),
+            )  # fmt: skip
+        for i, phase in _kept(self.sites):
             site, quantities = self.sites[i], _quantities(phase)
-            root.create_array(
-                f"sites/{site.key}/{phase}", shape=(self.n_tokens * site.heads, len(quantities)),
+            name = f"sites/{site.key}/{phase}"
+            self._arrays[name] = root.create_array(
+                name, shape=(self.n_tokens * site.heads, len(quantities)),
                 chunks=(self.block * site.heads, len(quantities)), dtype="float32", fill_value=float("nan"),
                 compressors=None, dimension_names=("vector", "quantity"),
                 attributes={**asdict(site), "quantities": list(quantities)},
@@ -92,11 +118,24 @@ class ScalarWriter:
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
         """Keep the norms and angles of the batch that has just gone through the statistics."""
-        rows = []
-        for i, phase in self._kept:
-            norm, degrees = statistics.scalars[i, phase]
-            rows.append(torch.stack([norm, *degrees[phase == "standardized" :]], 1))
-        self._parts.append((batch, _on_cpu(rows)))
+        self.put([batch], scalar_rows(statistics))
+
+    def put(self, batches: Sequence[TokenBatch], rows: Rows, first: int = 0) -> None:
+        """Keep the scalars of batches that follow each other, and what those before them were.
+
+        Args:
+            batches: what the rows are of; none where it is of other sites, whose rows come with it.
+            rows: as `scalar_rows` gives them.
+            first: which of the writer's sites is theirs of index 0.
+        """
+        self._batches += batches
+        for (i, phase), block in rows.items():
+            self._rows[first + i, phase].append(block)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a whole block was collected."""
+        return sum(batch.n_tokens for batch in self._batches) >= self.block
 
     def flush(self) -> None:
         """Write what was collected since the last flush.
@@ -104,27 +143,25 @@ class ScalarWriter:
         Raises:
             OSError: the disk is full.
         """
-        if not self._parts:
+        if not self._batches:
             return
-        if not self._arrays:
-            root = zarr.open_group(self.path, mode="r+")
-            names = [f"tokens/{n}" for n in ("id", "document", "position")]
-            names += [f"sites/{self.sites[i].key}/{p}" for i, p in self._kept]
-            self._arrays = {name: root[name] for name in names}  # pyright: ignore
-        batches = [batch for batch, _ in self._parts]
-        start = batches[0].start
+        batches, start = self._batches, self._batches[0].start
         for name, values in (
             ("id", [b.ids for b in batches]),
             ("document", [b.document for b in batches]),
             ("position", [b.position for b in batches]),
         ):
             self._write(f"tokens/{name}", start, np.concatenate([v.ravel() for v in values]))
-        for row, (i, phase) in enumerate(self._kept):
-            block = torch.cat([rows[row] for _, rows in self._parts]).numpy()
-            self._write(f"sites/{self.sites[i].key}/{phase}", start * self.sites[i].heads, block)
-        self._parts.clear()
+        for (i, phase), blocks in self._rows.items():
+            site = self.sites[i]
+            self._write(f"sites/{site.key}/{phase}", start * site.heads, torch.cat(blocks).numpy())
+        self._batches.clear()
+        self._rows.clear()
 
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
+        if name not in self._arrays:
+            self._root = self._root or zarr.open_group(self.path, mode="r+")
+            self._arrays[name] = self._root[name]  # pyright: ignore
         self._arrays[name][start : start + len(values)] = values
 
 

@@ -85,9 +85,9 @@ def angles(
     if store is not None:
         from normgeo.store.scan import run_from_store
 
-        refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--scheduler", "--out")
+        refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--keep", "--scheduler", "--out")
         table, where = run_from_store(
-            store, out, null=null, null_every=null_every, seed=seed, sites=sites, scheduler=scheduler,
+            store, out, null=null, null_every=null_every, seed=seed, sites=sites, keep=keep, scheduler=scheduler,
             announce=note,
         )  # fmt: skip
         _summary(table.frame, where)

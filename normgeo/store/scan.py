@@ -23,8 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normgeo.angles.cost import check_space
 from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
-from normgeo.angles.runs import RunConfig, default_stem, new_record, now, write_results
+from normgeo.angles.runs import RunConfig, default_stem, new_record, now, safe_name, write_results
+from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import RunError, StoreError
 from normgeo.kernels.checksum import checksum, joined
@@ -47,7 +49,10 @@ AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read t
 
 @dataclass(frozen=True)
 class _Scan:
-    """What all tasks have in common; `name` is new for every scan, `seen` what the first `rows` of the store are."""
+    """What all tasks have in common.
+
+    `name` is new for every scan, `seen` what the first `rows` of the store are, `keep` whether scalars are wanted.
+    """
 
     name: str
     path: str
@@ -57,6 +62,7 @@ class _Scan:
     null: int
     null_every: int
     seed: int
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,16 +81,17 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Found:
-    """Statistics of a task's sites, and those whose rebuilt outputs are not the model's to the last bit."""
+    """Statistics of a task's sites, those whose rebuilt outputs are not the model's to the last bit, and scalars."""
 
     state: dict[str, Tensor]
     differing: set[str]
+    scalars: Rows
 
 
 def angles_from_store(
     path: str | Path | HiddenStateStore, *,
     null: int | None = None, null_every: int | None = None, seed: int | None = None,
-    sites: str | None = None, batch: int | None = None, scheduler: str | None = None,
+    sites: str | None = None, batch: int | None = None, scheduler: str | None = None, scalars: Path | None = None,
     announce: Callable[[str], None] = lambda line: None, progress: bool = True,
 ) -> AngleTable:  # fmt: skip
     """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
@@ -98,11 +105,13 @@ def angles_from_store(
         batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
         scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
             one, as many threads as torch has.
+        scalars: a new directory for the scalars of every token, which `ScalarStore` reads.
         announce: told where rebuilt outputs are not those of the model to the last bit.
         progress: show a progress bar.
 
     Raises:
         StoreError: the store is damaged, holds nothing, or was captured without its inputs.
+        RunError: the disk has no room for the scalars.
         DataError: a number is too small, or `sites` matches none.
         NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
     """
@@ -114,11 +123,13 @@ def angles_from_store(
     asked = {"null": null, "null_every": null_every, "seed": seed}
     drawn = {name: identity[name] if value is None else value for name, value in asked.items()}
     known = store.storage.absolute, seen(store), len(store.commit_log)
-    reader = _Reader(_Scan(uuid.uuid4().hex, *known, sites, **drawn), store)
+    reader = _Reader(_Scan(uuid.uuid4().hex, *known, sites, **drawn, keep=scalars is not None), store)
+    at_once: int = batch or identity["batch"]
+    writer = None if scalars is None else _writer(reader, scalars, at_once)
     if store.incomplete:
         announce(store.incomplete)
     with memory_kept():
-        statistics, differing = _scanned(reader, batch or identity["batch"], scheduler, progress)
+        statistics, differing = _scanned(reader, at_once, scheduler, progress, writer)
     if differing:
         announce(
             f"rebuilt outputs at {len(differing)} of {len(statistics.sites)} sites are the model's to rounding, not to "
@@ -127,8 +138,27 @@ def angles_from_store(
     return AngleTable.from_statistics(statistics, identity["label"])
 
 
-def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[AngleTable, Path]:
+def _writer(reader: _Reader, path: Path, batch: int) -> ScalarWriter:
+    """A new store of scalars, cut into the chunks of a run that has the model."""
+    n_tokens, config = reader.store.n_tokens, RunConfig(batch=batch)
+    block = config.block(n_tokens, reader.store.provenance["identity"]["about"]["context"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_space(path.parent, bytes_needed(reader.sites, n_tokens, block))
+    writer = ScalarWriter(path, reader.sites, n_tokens, block)
+    writer.create(reader.directions)
+    return writer
+
+
+def run_from_store(
+    path: str | Path, out: Path | None, *, keep: str | None = None, **options: Any
+) -> tuple[AngleTable, Path]:
     """`angles_from_store`, written to a directory as a run is, with what was captured how in its `run.json`.
+
+    Args:
+        path: the store.
+        out: the directory; None makes one.
+        keep: scalars or none; None keeps the scalars of up to 2M tokens, as a run with the model does.
+        **options: of `angles_from_store`.
 
     Raises:
         StoreError: as for `angles_from_store`.
@@ -140,9 +170,11 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
         with disk_explained(where, resumes=False), alone(where):
             if taken(where):
                 raise RunError(f"{where} is not empty; give another --out")
-            record = _record(store, path, **options)
-            table = angles_from_store(store, **options)  # which may grow meanwhile
+            config = _config(store, path, keep=keep, **options)
+            record, label = _record(store, path, config), safe_name(store.provenance["identity"]["label"])
+            scalars = where / "scalars.zarr" / label if config.keeps_scalars(store.n_tokens) else None
             try:
+                table = angles_from_store(store, scalars=scalars, **options)  # which may grow meanwhile
                 write_results(table, where, record["models"].values())
                 write_json(where / "run.json", record | {"status": "complete", "finished": now()})
             except BaseException:
@@ -151,15 +183,23 @@ def run_from_store(path: str | Path, out: Path | None, **options: Any) -> tuple[
     return table, where
 
 
-def _record(store: HiddenStateStore, path: str | Path, *, sites: str | None = None, **options: Any) -> dict[str, Any]:
-    """`run.json`: what is computed by which command with which options, from what was captured how."""
+def _config(
+    store: HiddenStateStore, path: str | Path, *, keep: str | None, sites: str | None = None, **options: Any
+) -> RunConfig:
+    """What was captured, with the options of the scan."""
     asked = {name: options.get(name) for name in ("null", "null_every", "seed", "batch")}
     run = RunConfig.recorded(store.record["capture"]["run"], f"the record of {path}")
-    config = replace(run, sites=sites, **{name: value for name, value in asked.items() if value is not None})
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(run, sites=sites, keep=keep, **given)
+
+
+def _record(store: HiddenStateStore, path: str | Path, config: RunConfig) -> dict[str, Any]:
+    """`run.json`: what is computed by which command with which options, from what was captured how."""
     about = store.provenance["identity"]["about"]
-    found = {"n_tokens": store.n_tokens, "sites": [asdict(site) for site in select_sites(store.sites, sites)]}
+    sites = [asdict(site) for site in select_sites(store.sites, config.sites)]
     return new_record(config) | {
-        "store": str(path), "models": {about["model"]: about | found}, "capture": store.provenance
+        "store": str(path), "models": {about["model"]: about | {"n_tokens": store.n_tokens, "sites": sites}},
+        "capture": store.provenance,
     }  # fmt: skip
 
 
@@ -172,8 +212,8 @@ def _tasks(reader: _Reader, batch: int, workers: int) -> Iterator[_Task]:
     chunk, rows, wanted = store.layout.chunk, len(store.commit_log), TASKS_A_WORKER * workers
     tokens = batch * store.provenance["identity"]["about"]["context"]
     at_least = max(1, min(BATCHES_A_TASK * tokens // chunk, rows // wanted))
-    together = reader.token_bytes * max(chunk, tokens)  # of all sites
-    parts = min(sites, max(-(-wanted * at_least // rows), -(-together // min(AT_ONCE, IN_ALL // workers))))
+    whole = reader.token_bytes * max(chunk, tokens)  # of all sites
+    parts = min(sites, max(-(-wanted * at_least // rows), -(-whole // min(AT_ONCE, IN_ALL // workers))))
     cuts = [sites * part // parts for part in range(parts + 1)]
     for first, stop, batches in _rows(store, batch, at_least):
         n_tokens = sum(batch.n_tokens for batch in batches)
@@ -206,7 +246,9 @@ def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: in
         yield task, future.result()
 
 
-def _scanned(reader: _Reader, batch: int, scheduler: str | None, progress: bool) -> tuple[AngleStatistics, list[str]]:
+def _scanned(
+    reader: _Reader, batch: int, scheduler: str | None, progress: bool, writer: ScalarWriter | None
+) -> tuple[AngleStatistics, list[str]]:
     """The statistics of all committed tokens, and the sites whose rebuilt outputs are not the model's."""
     statistics, differing, store = reader.statistics(reader.sites), set[str](), reader.store
     run = reader.run if scheduler is None else functools.partial(_run, reader.scan)
@@ -218,7 +260,13 @@ def _scanned(reader: _Reader, batch: int, scheduler: str | None, progress: bool)
         for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
             statistics.add_state_dict(found.state, task.sites)
             differing |= found.differing
+            if writer is not None:
+                writer.put(task.batches if task.n_tokens else [], found.scalars, task.sites.start)
+                if task.n_tokens and writer.is_full:
+                    writer.flush()
             advance(task.n_tokens)
+    if writer is not None:
+        writer.flush()
     return statistics, [site.key for site in statistics.sites if site.key in differing]
 
 
@@ -244,7 +292,7 @@ class _Reader:
 
     def __init__(self, scan: _Scan, store: HiddenStateStore) -> None:
         self.scan, self.store, self.sites = scan, store, select_sites(store.sites, scan.sites)
-        self._directions = directions_of(self.sites, scan.null, scan.seed)
+        self.directions = directions_of(self.sites, scan.null, scan.seed)
         stored = {spec.name for spec in store.layout.arrays}
         if absent := [site.key for site in self.sites if f"sites/{site.key}/pre" not in stored]:
             raise StoreError(
@@ -266,7 +314,7 @@ class _Reader:
     def statistics(self, sites: Sequence[NormSite]) -> AngleStatistics:
         """Empty ones."""
         bos = self.store.provenance["identity"]["about"]["bos"]
-        return AngleStatistics(sites, self._directions, bos=bos, null_every=self.scan.null_every)
+        return AngleStatistics(sites, self.directions, bos=bos, null_every=self.scan.null_every)
 
     def _replay(self, site: NormSite, row: int) -> _Replay:
         rebuild = self._rebuild(site) if site.key in self._missing else None
@@ -286,6 +334,7 @@ class _Reader:
                 replay.expect(begun + task.batches[0].n_tokens)
             for replay in replays if begun else []:
                 replay.next(begun)  # of a batch that the task before has; here for the checksums of what is rebuilt
+            kept = list[Rows]()
             for batch, after in itertools.zip_longest(task.batches, task.batches[1:]):
                 statistics.begin(batch)
                 for i, replay in enumerate(replays):
@@ -295,9 +344,12 @@ class _Reader:
                     statistics.take(i, "pre", pre)
                     statistics.take(i, "post", post)
                 statistics.end()
+                if self.scan.keep:
+                    kept.append(scalar_rows(statistics))
         last = task.batches[-1]
         assert last.start + last.n_tokens >= self.store.layout.stop(task.stop - 1)  # every chunk was read to its end
-        found = _Found(statistics.state_dict(), {replay.site.key for replay in replays if replay.differs})
+        differing = {replay.site.key for replay in replays if replay.differs}
+        found = _Found(statistics.state_dict(), differing, together(kept) if kept else {})
         statistics.clear()
         free.append(statistics)
         return found

@@ -1,0 +1,126 @@
+"""Scalars of every token from a store: those that a run of the model keeps, to the last bit."""
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from stores import captured, config
+
+from analyses import masks, uncertainty
+from normgeo import HiddenStateStore
+from normgeo.angles import cost
+from normgeo.angles.runs import start_run
+from normgeo.angles.scalars import ScalarStore
+from normgeo.errors import RunError, StoreError
+from normgeo.store import scan
+from normgeo.store.scan import angles_from_store, run_from_store
+
+pytestmark = pytest.mark.usefixtures("no_figures")
+
+
+def files(folder):
+    """Every file below, whole."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def of_a_run(home, out, **changes):
+    start_run(config(home, **changes).run, out, progress=False)
+    return out
+
+
+@pytest.fixture
+def threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"batch": 16}, {"context": 7, "phases": ("pre", "post")}, {"model": "qwen3", "qk": True, "n": 533},
+        {"sites": "mlp,final"},
+    ],
+    ids=["pre", "large batches", "both phases", "heads", "some sites"],
+)  # fmt: skip
+def test_they_are_those_of_a_run_to_the_last_bit(home, tmp_path, threads, monkeypatch, changes):
+    monkeypatch.setattr("normgeo.angles.job.BLOCK_TOKENS", 100)  # chunks that no task ends with
+    monkeypatch.setattr(scan, "BATCHES_A_TASK", 2)
+    path = captured(home, tmp_path / "s", **changes)
+    run = of_a_run(home, tmp_path / "run", **changes)
+    table, where = run_from_store(path, tmp_path / "out", progress=False)
+    assert len(files(run / "scalars.zarr")) > 20
+    assert files(where / "scalars.zarr") == files(run / "scalars.zarr")
+    pd.testing.assert_frame_equal(table.frame, pd.read_parquet(run / "angles.parquet"))
+
+
+def test_a_run_of_a_store_has_masks_and_uncertainty(home, tmp_path):
+    run_from_store(captured(home, tmp_path / "s"), tmp_path / "out", progress=False)
+    of_a_run(home, tmp_path / "run")
+    for analysis in (masks, uncertainty):
+        frame = analysis.compute(tmp_path / "out")
+        assert len(frame) >= 30
+        pd.testing.assert_frame_equal(frame, analysis.compute(tmp_path / "run"))
+
+
+def test_some_sites_in_any_cut(store, tmp_path, threads, monkeypatch):
+    """Tasks of some rows and some sites, whose tokens begin and end within chunks."""
+    whole = tmp_path / "whole"
+    angles_from_store(store, null=0, scalars=whole, progress=False)
+    monkeypatch.setattr(scan, "TASKS_A_WORKER", 1000)
+    angles_from_store(store, null=0, sites="mlp", scalars=tmp_path / "some", progress=False)
+    some, every = ScalarStore(tmp_path / "some"), ScalarStore(whole)
+    assert some.sites == [site for site in every.sites if "ln_2" in site]
+    np.testing.assert_array_equal(some.id, every.id)
+    np.testing.assert_array_equal(some.document, every.document)
+    for site in some.sites:
+        for phase in ("pre", "standardized", "post"):
+            np.testing.assert_array_equal(some.norms(site, phase), every.norms(site, phase))
+            for direction in ("uniform", "random_a", "random_b"):
+                angles = some.angles(site, phase, direction)
+                np.testing.assert_array_equal(angles, every.angles(site, phase, direction))
+                assert np.isfinite(angles).all()
+
+
+def test_a_cluster_gives_the_same(store, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    angles_from_store(store, null=4, scalars=tmp_path / "threads", progress=False)
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
+        address = cluster.scheduler_address
+        angles_from_store(store, null=4, scalars=tmp_path / "cluster", scheduler=address, progress=False)
+    assert files(tmp_path / "cluster") == files(tmp_path / "threads")
+
+
+def test_they_are_kept_as_a_run_keeps_them(store, tmp_path, monkeypatch, normgeo):
+    def kept(name, *options):
+        status, _, err = normgeo("angles", "--store", store, *options, "--out", tmp_path / name)
+        assert status == 0, err
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        return record["config"]["keep"], (tmp_path / name / "scalars.zarr").is_dir()
+
+    assert kept("few") == (None, True)
+    assert kept("none", "--keep", "none") == ("none", False)
+    monkeypatch.setattr("normgeo.angles.job.KEEP_SCALARS_UP_TO", HiddenStateStore(store).n_tokens - 1)
+    assert kept("many") == (None, False)
+    assert kept("wanted", "--keep", "scalars") == ("scalars", True)
+    status, _, err = normgeo("angles", "--store", store, "--keep", "some", "--out", tmp_path / "odd")
+    assert (status, err) == (1, "error: --keep takes scalars or none, received 'some'")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_what_does_not_fit_or_is_damaged_leaves_nothing(store, copy, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cost.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+        with pytest.raises(RunError, match=r"the scalars need .* free; give --keep none"):
+            run_from_store(store, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    last = sorted((copy / "hidden.zarr").rglob("pre/c.*.0"))[-1]
+    last.write_bytes(last.read_bytes()[:-9])
+    with pytest.raises(StoreError, match="damaged"):
+        run_from_store(copy, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(copy)
