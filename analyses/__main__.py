@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import analyses
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.system.files import check_folder
+from normgeo.system.progress import printing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,12 +70,15 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
     transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
     transformers.utils.logging.disable_progress_bar()
     frame = module.compute(**options)
-    print(shown(frame))
     try:
         _write(name, module, frame, out)
     except OSError as error:
         raise RunError(f"cannot write {out / name}.*: {error.strerror or error}; give another --out") from error
-    print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
+    finally:
+        with printing():
+            print(shown(frame))
+    with printing():
+        print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
 
 
 def shown(frame: pd.DataFrame, rows: int = 12) -> str:
@@ -164,14 +168,14 @@ def main() -> int:
     try:
         if name is None:
             width = max(map(len, names()))
-            for each in names():
-                print(f"{each:{width}}  {title(each)}")
+            with printing():
+                for each in names():
+                    print(f"{each:{width}}  {title(each)}")
         else:
             with tempfile.TemporaryDirectory() as folder:
                 if "run" in given:
                     given["run"] = together(given["run"], Path(folder))
                 run(name, given, out)
-        sys.stdout.flush()
     except BrokenPipeError:  # as `head` leaves it; what Python flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from forked import NORMGEO, Forked
 from stores import captured
 from zoo import tiny
 
-from normgeo import convert, load_model
+from normgeo import convert, decompress, load_model
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.sharded import convert_sharded
@@ -107,6 +109,45 @@ def test_a_damaged_configuration_is_one_line(damage, tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(ModelError, match=says):
         load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda recipe: recipe["norms"]["transformer.ln_f"].pop("padded"), "KeyError: 'padded'"),
+        (lambda recipe: recipe["readers"].append(["nope.weight", 0]), "has no attribute `nope`"),
+        (lambda recipe: recipe.pop("recenter"), "KeyError: 'recenter'"),
+        (lambda recipe: recipe["writers"].append(["lm_head.weight"]), "ValueError"),
+    ],
+)
+def test_a_damaged_recipe_is_said_to_be(damage, says):
+    model = convert(tiny("gpt2"), to="crmsnorm").model
+    damage(model.config.normgeo)
+    with pytest.raises(ConversionError, match=rf"\('normgeo'\) does not fit GPT2LMHeadModel: .*{says}.*; take"):
+        decompress(model)
+
+
+@pytest.mark.parametrize("command", [["-m", "normgeo", "models"], ["-m", "analyses", "models_table", "--out", "{}"]])
+def test_a_terminal_that_takes_no_more_is_one_line(command, tmp_path):
+    """As a pipe into a file on a full disk; the files of an analysis are written."""
+    words = [sys.executable, *(word.format(tmp_path / "out") for word in command)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "error: results could not be printed: No space left on device" in done.stderr
+    assert (tmp_path / "out").exists() == ("analyses" in command)
+
+
+def test_a_name_that_python_cannot_pass_on_is_refused_before_the_work(tmp_path):
+    """In a locale without it."""
+    out = os.fsencode(tmp_path / "out-é")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "normgeo", "convert", "embedded-layernorm", out]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | locale)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "Python takes file names to be ascii here" in done.stderr
+    assert "set PYTHONUTF8=1, or give another directory" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("architectures", [[], ["Unknown"], ["GPT2Config"]])

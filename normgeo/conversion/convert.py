@@ -190,7 +190,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
         model: a model that `convert(..., to="crmsnorm")` made; it is not changed.
 
     Raises:
-        ConversionError: it is no such model, or the certificate failed.
+        ConversionError: it is no such model, its recipe is damaged, or the certificate failed.
         ModelError: it is no model of transformers.
 
     >>> from normgeo import convert, decompress, load_model
@@ -203,7 +203,14 @@ def decompress(model: PreTrainedModel) -> Conversion:
     if recipe.get("to") != "crmsnorm":
         raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")
     exact = float64_copy(model)
-    expand(exact, recipe)
+    try:
+        expand(exact, recipe)
+        places = tuple(Place(*place[:3]) for place in recipe["recenter"])
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConversionError(
+            f"what its configuration says of the conversion ('normgeo') does not fit {type(model).__name__}: "
+            f"{type(error).__name__}: {error}; take the checkpoint as it was saved"
+        ) from error
     recipe["shapes"] = {}
     _note(exact, recipe)
     result = copy.deepcopy(exact)
@@ -223,7 +230,6 @@ def decompress(model: PreTrainedModel) -> Conversion:
     certificate = replace(certificate, headless=False)  # what norms were folded into may be the head
     if not certificate.passed:
         raise ConversionError(f"the model is not equal to the compressed one: {certificate.error_rel:.1e} in float64")
-    places = tuple(Place(*place[:3]) for place in recipe["recenter"])
     return Conversion(result.train(model.training), certificate, tuple(sites), {}, (), places, recipe, compared)
 
 

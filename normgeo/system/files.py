@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -161,8 +162,10 @@ def check_folder(out: Path, option: str = "--out") -> None:
         option: what gives another.
 
     Raises:
-        RunError: it, or what it would be made in, is no directory, or nothing can be written there.
+        RunError: it, or what it would be made in, is no directory, nothing can be written there, or its name is none
+            that the libraries that write to it could pass on.
     """
+    _check_name(out, option)
     try:
         if out.is_symlink() and not out.exists():
             raise RunError(
@@ -174,6 +177,16 @@ def check_folder(out: Path, option: str = "--out") -> None:
         _try(there)
     except OSError as error:
         raise _unwritable(out, error, option) from error
+
+
+def _check_name(out: Path, option: str = "directory") -> None:
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise RunError(
+            f"cannot write to {os.fsencode(out)!r}: Python takes file names to be {sys.getfilesystemencoding()} here, "
+            f"which that is not; set PYTHONUTF8=1, or give another {option}"
+        ) from error
 
 
 def _try(folder: Path, name: str = "normgeo") -> None:
@@ -287,6 +300,7 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
     Raises:
         RunError: it cannot be written or the disk is full; or, where nothing is to be replaced, it is not empty.
     """
+    _check_name(out)
     where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
     for home in (where, where.parent):
         _clear(home, where.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -19,14 +21,41 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.text import Text
 
-__all__ = ["meanwhile", "printer", "progress_bar"]
+from normgeo.errors import RunError
+
+__all__ = ["meanwhile", "printer", "printing", "progress_bar"]
 
 
 CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters that a terminal acts on: names, and whatever else files of others say, may hold any."""
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """While results go to standard output; where it takes no more, what is left of them goes nowhere.
+
+    Raises:
+        RunError: it takes no more, as a file on a full disk.
+    """
+    try:
+        yield
+        if (stream := sys.stdout) is not None:  # as where a process was started without
+            stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # pyright: ignore
+        raise RunError(
+            f"results could not be printed: {error.strerror}; files were written as far as the command writes any"
+        ) from error
+
+
 class _Printer(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as Rich does; results in whole, or not without a word."""
+        with nullcontext() if self.stderr else printing():
+            super().print(*objects, **options)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """What is printed, of which only what Rich itself makes controls the terminal."""
         for text, style, control in super().render(renderable, options):
