@@ -26,6 +26,9 @@ from normgeo.system.progress import printing
 if TYPE_CHECKING:
     import pandas as pd
 
+LONGEST = 60
+"""Characters of a run's directory that tell it apart."""
+
 FLAGS = {"run": "--run", "n_tokens": "--tokens"}
 
 
@@ -86,8 +89,8 @@ def shown(frame: pd.DataFrame, rows: int = 12) -> str:
     width = shutil.get_terminal_size((120, 24)).columns
     same = [c for c in frame if len(frame) > 1 and frame[c].map(repr).nunique() == 1]
     said = ", ".join(f"{c} {_number(frame[c].iloc[0])}" for c in same if not frame[c].isna().all())
-    head = textwrap.fill(f"In all rows: {said}", width) + "\n" if same else ""
-    table = frame.drop(columns=same).head(rows)
+    head = textwrap.fill(f"In all rows: {said}", width) + "\n" if said else ""
+    table = (frame.drop(columns=same) if len(same) < frame.shape[1] else frame).head(rows)
     return head + table.to_string(index=False, line_width=width, float_format="{:.4g}".format)
 
 
@@ -127,12 +130,13 @@ def together(runs: list[Path], folder: Path) -> Path:
         raise DataError(f"the run {twice[0]} is given twice; give each once")
     tables = [AngleTable.load(run) for run in runs]
     models = [list(map(str, table.frame.model.unique())) for table in tables]
-    measured = Counter(model for found in models for model in found)
-    called = Counter(run.name for run in runs)
+    measured = Counter(safe_name(model) for found in models for model in found)
+    called = Counter(run.resolve().name for run in runs)
     renamed = []
     for run, table, found in zip(runs, tables, models, strict=True):
-        where = run.name if called[run.name] == 1 else str(run)
-        names = {model: f"{model} ({where})" if measured[model] > 1 else model for model in found}
+        where = run.resolve().name if called[run.resolve().name] == 1 else str(run)
+        where = where if len(where) < LONGEST else f"...{where[-LONGEST:]}"
+        names = {model: f"{model} ({where})" if measured[safe_name(model)] > 1 else model for model in found}
         parts = (part.assign(model=part.model.map(names)) for part in (table.frame, table.sinks))
         renamed.append(AngleTable(*parts))
         for model, name in names.items():

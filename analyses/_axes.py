@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from normgeo.figures import WIDTH
+from normgeo.figures import WIDTH, plain
 
 DEPTH = "layer (norms of a layer in order)"
 
@@ -27,7 +27,7 @@ def grid(
 ) -> tuple[matplotlib.figure.Figure, np.ndarray]:
     """A figure of the width of a text, and its axes [row, column].
 
-    Columns carry titles and continue below where there are more than fit beside each other, as evenly as they go.
+    Columns carry titles and continue below where there are more than fit beside each other.
 
     Args:
         ylabels: of the quantity in each row.
@@ -46,7 +46,7 @@ def grid(
     for column, title in enumerate(columns):
         band, place = divmod(column, across)
         axes[:, column] = cells[band * rows : (band + 1) * rows, place]
-        axes[0, column].set_title(title)
+        axes[0, column].set_title(plain(wrapped(title, across)))
         for row, label in enumerate(ylabels):
             _share(axes, row, column, sharey, first=place == 0)
             if place == 0:
@@ -58,6 +58,12 @@ def grid(
         if not any(unused is used for used in axes.flat):
             unused.remove()
     return figure, axes
+
+
+def wrapped(title: str, across: int) -> str:
+    """A title in lines that so many columns have room for beside each other."""
+    width = 100 // across
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in title.split("\n"))
 
 
 def _share(axes: np.ndarray, row: int, column: int, sharey: str, first: bool) -> None:

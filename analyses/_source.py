@@ -60,11 +60,13 @@ def scalars(run: Path | None = None, n_tokens: int | None = None) -> Iterator[tu
             run = Path(folder) / "run"
             start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
         frame = AngleTable.load(run).frame
-        if not (run / "scalars.zarr").is_dir():
-            raise RunError("a run kept no scalars; measure again, or scan its store again, with --keep scalars")
         sites = frame[["model", "site", "layer", "role", "kind", "stack"]].drop_duplicates()
-        names = map(str, sites.model.unique())
-        yield sites, {name: ScalarStore(run / "scalars.zarr" / safe_name(name)) for name in names}
+        paths = {name: run / "scalars.zarr" / safe_name(name) for name in map(str, sites.model.unique())}
+        if without := [name for name, path in paths.items() if not path.is_dir()]:
+            raise RunError(
+                f"the run of {without[0]} kept no scalars; measure again, or scan its store again, with --keep scalars"
+            )
+        yield sites, {name: ScalarStore(path) for name, path in paths.items()}
 
 
 def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from normgeo.trace import Call, Trace
@@ -37,11 +38,13 @@ class _Block:
         prefix: how the names of the layer's own modules begin.
         calls: the calls in it.
         trace: the forward pass.
+        layer: its own call, where it is called.
     """
 
     prefix: str
     calls: list[Call]
     trace: Trace
+    layer: Call | None = None
 
     def inner_name(self, call: Call) -> str:
         """A call's name inside the layer: of another layer's module that it shares as in that one, or as in a model."""
@@ -51,17 +54,32 @@ class _Block:
         prefix = f"{named[0]}.{named[1]}." if named else own[0].rpartition(".")[0] + "." if own else ""
         return call.name.removeprefix(prefix)
 
+    @property
+    def scored(self) -> int:
+        """When the layer itself weighed tokens by their scores, which no module in it does for it; 0: it did not."""
+        return 0 if self.layer is None or any(c.scored for c in self.calls) else self.layer.scored
+
+    def is_inline(self, call: Call) -> bool:
+        """Whether a call is in the attention of a layer in which that is no module: before scores, or next behind."""
+        behind = next((c for c in self.calls if c.weight and c.began > self.scored), None)
+        return bool(self.scored) and (call.began < self.scored or call is behind)
+
+    def attention_of(self, call: Call) -> Call | None:
+        """The attention that a call is in, or is."""
+        around = (c for c in reversed(self.calls) if c.scored and (c is call or c.holds(call)))
+        return next(around, self.layer if self.is_inline(call) else None)
+
     def branch(self, call: Call) -> str:
         """The kind of residual branch that a module is part of: from what is done around it, or else from its name."""
         name = self.inner_name(call)
-        if ATTENTION.search(name) or any(c.attends and (c is call or c.holds(call)) for c in self.calls):
+        if ATTENTION.search(name) or self.attention_of(call) is not None:
             return "cross_attention" if CROSS.search(name) else "attention"
         return "mixer" if MIXER.search(name) else "mlp"
 
     def part(self, call: Call) -> tuple[str, str]:
         """What a weight is part of: the kind of branch, and the layer's module around it, if any is."""
         module, _, inner = self.inner_name(call).partition(".")
-        return self.branch(call), module if inner or not call.leaf else ""
+        return self.branch(call), module if (inner or not call.leaf) and not self.is_inline(call) else ""
 
 
 class Placer:
@@ -87,18 +105,26 @@ class Placer:
 
     def _layer(self, call: Call) -> tuple[str, int] | None:
         """The layer that runs while a module is called, or the one it is named by where layers are not called."""
-        running = self.trace.running(call)
-        return self.trace.layer_of((running or call).name)
+        if (running := self.trace.running(call)) is not None:
+            return self.trace.layer_of(running.name)
+        place = self.trace.layer_of(call.name)
+        runs = self.trace.runs.get(place[0], []) if place is not None else []
+        if place is None or not runs:
+            return place
+        itself = call.name == f"{place[0]}.{place[1]}" and id(call) in self.known  # as behind those of a `Sequential`
+        named = any(layer.name == f"{place[0]}.{place[1]}" for layer in runs)
+        beside = call.ended < runs[0].began or call.began > max(layer.ended for layer in runs)
+        return None if itself or (named and beside) else place
 
     def _block(self, running: Call | None, place: tuple[str, int]) -> _Block:
         if running is not None:
-            return _Block(f"{running.name}.", [c for c in self.trace.calls if running.holds(c)], self.trace)
+            return _Block(f"{running.name}.", [c for c in self.trace.calls if running.holds(c)], self.trace, running)
         prefix = f"{place[0]}.{place[1]}."
         return _Block(prefix, [c for c in self.trace.calls if c.name.startswith(prefix)], self.trace)
 
     def _index(self, norm: Call, stack: str, named: int) -> int:
         """The layer's index: not the one it is named by where it is run again and again."""
-        layers = [c for c in self.trace.layers if c.name.rpartition(".")[0] == stack]
+        layers = self.trace.runs.get(stack, [])
         at = next((i for i, c in enumerate(layers) if c.holds(norm)), None)
         if at is None or len({c.name for c in layers}) == len(layers):
             return named
@@ -108,11 +134,14 @@ class Placer:
         weights = [c for c in block.calls if c.weight]
         before, after = [c for c in weights if c.ended < norm.began], [c for c in weights if c.began > norm.ended]
         readers = [c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes]
+        readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them
         if before and after and block.part(before[-1]) == block.part(after[0]):
             module = block.part(norm)[1]
             beside = [w for w in weights if module and block.part(w)[1] == module]  # a q_proj tells of the others
             heads = any(block.branch(c).endswith("attention") for c in (norm, before[-1], after[0], *beside))
-            return "qk" if heads and not any(r.weight for r in readers) else "inner"
+            attention = block.attention_of(norm)
+            late = attention is not None and norm.began > attention.scored  # on what attention gives
+            return "qk" if heads and not late and not any(r.weight for r in readers) else "inner"
         if before and (self._is_post_norm(stack) or not readers):
             return f"post_{block.branch(before[-1])}"
         kinds = {block.branch(r) for r in readers if id(r) not in self.known} or {block.branch(w) for w in after[:1]}
@@ -133,21 +162,29 @@ class Placer:
             self.post[stack] = bool(both) and all(began[False] < began[True] for began in both)
         return self.post[stack]
 
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """When each stack of layers begins, and how many layers it has."""
+        spans: dict[str, tuple[int, int]] = {}
+        for call in self.trace.calls:
+            place = self._layer(call)
+            if place is not None and not (call.leaf and call.name == f"{place[0]}.{place[1]}"):  # tables are no layers
+                began, layers = spans.get(place[0], (call.began, 0))
+                spans[place[0]] = (began, max(layers, place[1] + 1))
+        return spans
+
     def _outside(self, norm: Call) -> tuple[str, str, int]:
         """Outside the layers: before them an embedding's, after them the final one, of the stack nearest by name."""
-        spans: dict[str, tuple[int, int]] = {}
-        for other in self.trace.calls:
-            place = self.trace.layer_of(other.name)
-            if place is not None and not (other.leaf and other.name == f"{place[0]}.{place[1]}"):  # tables: no layers
-                began, layers = spans.get(place[0], (other.began, 0))
-                spans[place[0]] = (began, max(layers, place[1] + 1))
-        if not spans:
+        if not self._spans:
             return "final", "", 0
 
         def shared(stack: str) -> int:
             pairs = zip(stack.split("."), norm.name.split("."), strict=False)
             return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-        stack = max(spans, key=lambda s: (shared(s), spans[s][1]))
-        began, layers = spans[stack]
+        stack = max(self._spans, key=lambda s: (shared(s), self._spans[s][1]))
+        began, layers = self._spans[stack]
+        runs = self.trace.runs.get(stack, [])
+        if len({layer.name for layer in runs}) < len(runs):  # some are run again and again: those before it count
+            layers = sum(1 for layer in runs if layer.ended < norm.began)
         return ("embedding", stack, 0) if norm.began < began else ("final", stack, layers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +32,12 @@ class Call:
         inputs: the tensors of floating point that it was given.
         output: what it gave.
         leaf: whether the module has no others inside.
-        weight: whether it multiplies with matrices of its own, as leaves do, and torch's attention. What other modules
-            own beside those inside of them (state-space mixers, hyper-connections) is not in the branch.
-        attends: whether it mixes tokens by their scores, with matrices of its own or of modules inside.
+        weight: whether it multiplies with matrices of its own, as leaves do, and attention that calls no module inside
+            for it. What other modules own beside those inside of them (state-space mixers, hyper-connections) is not
+            in the branch.
+        scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
+        inline: whether that was by torch's attention.
+        reads: the memory of its inputs, and of what they are casts or copies of.
     """
 
     name: str
@@ -42,11 +47,13 @@ class Call:
     output: Any = None
     leaf: bool = False
     weight: bool = False
-    attends: bool = False
+    scored: int = 0
+    inline: bool = False
+    reads: set[int] = field(default_factory=set)
 
     def feeds(self, other: Call) -> bool:
-        """Whether the other call reads this one's output, or a view of it."""
-        return _storage(self.output) in {_storage(t) for t in other.inputs}
+        """Whether the other call reads this one's output, a view, a cast or a copy of it."""
+        return _storage(self.output) in other.reads
 
     def holds(self, other: Call) -> bool:
         """Whether the other call is made within this one."""
@@ -59,7 +66,11 @@ class Call:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Where a tensor's numbers are; of one that has none, as in `torch.func`, a number of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
 
 
 @dataclass
@@ -68,7 +79,7 @@ class Trace:
 
     Attributes:
         calls: in the order in which they began.
-        lists: names of the modules that list others (`ModuleList`, `Sequential`).
+        lists: names of the modules that list others (`ModuleList`, `ModuleDict`, `Sequential`).
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -78,6 +89,14 @@ class Trace:
     def layers(self) -> list[Call]:
         """The calls of what is in a list and has modules inside; of those within each other the outermost is first."""
         return [c for c in self.calls if not c.leaf and _listed(c.name, self.lists)]
+
+    @cached_property
+    def runs(self) -> dict[str, list[Call]]:
+        """The calls of the layers of each list."""
+        runs = defaultdict[str, list[Call]](list)
+        for layer in self.layers:
+            runs[layer.name.rpartition(".")[0]].append(layer)
+        return dict(runs)
 
     def running(self, call: Call) -> Call | None:
         """The outermost layer that runs while a module is called."""
@@ -106,50 +125,81 @@ def is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-class _Attention(TorchFunctionMode):
-    """Notes which call weighs tokens by their scores: a softmax of one score for every pair, or torch's attention."""
+ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
+SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
-    def __init__(self, running: list[Call], matrices: set[str]) -> None:
+
+class _Functions(TorchFunctionMode):
+    """Notes which call weighs tokens by their scores, and what is a cast or a copy of what.
+
+    Scores are a softmax of one for every pair of tokens, or torch's attention. A softmax of what comes straight out of
+    a matrix is a router's, whose experts may be as many as tokens.
+    """
+
+    def __init__(self, trace: Trace, running: list[Call], matrices: set[str], clock: Iterator[int]) -> None:
         super().__init__()
-        self.running, self.matrices = running, matrices
+        self.trace, self.running, self.matrices, self.clock = trace, running, matrices, clock
+        self.sources: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # memory that is freed is given to others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function gives."""
         out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
-        pairs = name == "softmax" and out.ndim > 2 and out.shape[-1] == out.shape[-2] > 1
-        if pairs or name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        given = next((value for value in args if isinstance(value, Tensor)), None)
+        if name in SAME and given is not None and isinstance(out, Tensor):
+            if (memory := _storage(out)) != _storage(given):
+                self.sources[memory] = self.sources.get(_storage(given), _storage(given))
+                self._kept += [out, given]
+        elif name in ATTENTION or (name == "softmax" and given is not None and self._scores(given)):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
-                owner.attends, owner.weight = True, owner.weight or name.startswith("multi_head")
+                owner.scored, owner.inline = next(self.clock), name in ATTENTION
         return out
+
+    def _scores(self, x: Tensor) -> bool:
+        square = x.ndim > 1 and x.shape[-1] > 1 and x.shape[-1] - x.shape[-2] in (0, 1)  # 1: a sink
+        weights = (c for c in reversed(self.trace.calls) if c.leaf and c.weight and isinstance(c.output, Tensor))
+        return square and not any(_storage(call.output) == _storage(x) for call in weights)
 
 
 @contextmanager
 def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
-    clock, stack = iter(range(1 << 62)), []
+    clock, stack = iter(range(1, 1 << 62)), list[Call]()
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    own = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}
+    matrices = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters())}
+    functions = _Functions(trace, stack, matrices, clock)
 
     def before(name: str, module: nn.Module) -> Any:
-        leaf, matrix = is_leaf(module), any(p.ndim > 1 for p in module.parameters(recurse=False))
+        leaf = is_leaf(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(name, next(clock), _tensors([*args, *kwargs.values()]), leaf=leaf, weight=leaf and matrix)
+            call = Call(name, next(clock), _tensors([*args, *kwargs.values()]), leaf=leaf, weight=leaf and name in own)
+            memory = {_storage(t) for t in call.inputs}
+            call.reads = memory | {functions.sources[m] for m in memory if m in functions.sources}
             trace.calls.append(call)
             stack.append(call)
 
         return hook
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = stack.pop()
-        call.ended, call.output = next(clock), output
+    def after(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call = stack.pop()
+            call.ended, call.output = next(clock), output
+            if output is None and sys.exc_info()[1] is not None:  # it raised; somebody may go on
+                trace.calls[:] = [c for c in trace.calls if c is not call and not call.holds(c)]
+            if call.inline and name in own and not any(c.weight and call.holds(c) for c in trace.calls):
+                call.weight = True
+
+        return hook
 
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for name, module in modules.items():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
                 trace.lists.add(name)
             hooks.enter_context(module.register_forward_pre_hook(before(name, module), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after))
-        matrices = {n for n, module in model.named_modules() if any(p.ndim > 1 for p in module.parameters())}
-        hooks.enter_context(_Attention(stack, matrices))
+            hooks.enter_context(module.register_forward_hook(after(name), always_call=True))
+        hooks.enter_context(functions)
         yield
 
 

@@ -103,6 +103,24 @@ def test_runs_of_one_model_are_told_apart_by_their_directories(run, tmp_path, ca
             pd.testing.assert_frame_equal(part.reset_index(drop=True), module(name).compute(tmp_path / run))
 
 
+def test_runs_of_any_name_are_drawn_and_one_without_scalars_is_named(run, tmp_path, capsys, monkeypatch):
+    table, model = AngleTable.load(run), "embedded-layernorm"
+    frame, sinks = (part[part.model == model] for part in (table.frame, table.sinks))
+    names = ["a$\\frac$", "b $5 and $6", "é" * 120, "plain"]
+    for name in names:
+        AngleTable(frame, sinks).save(tmp_path / name)
+        if name != "plain":
+            shutil.copytree(run / "scalars.zarr" / model, tmp_path / name / "scalars.zarr" / model)
+    options = [option for name in names for option in ("--run", tmp_path / name)]
+    for analysis in ("angles_by_layer", "sinks", "masks"):
+        assert call(capsys, monkeypatch, analysis, *options[:6], "--out", tmp_path / "out")[0] == 0
+    status, _, err = call(capsys, monkeypatch, "masks", *options, "--out", tmp_path / "out")
+    assert (status, err.count("\n"), "embedded-layernorm (plain) kept no scalars" in err) == (1, 1, True)
+    monkeypatch.chdir(tmp_path / "plain")
+    _, out, _ = call(capsys, monkeypatch, "sinks", "--run", ".", "--run", "../" + names[0], "--out", "out")
+    assert "embedded-layernorm (plain)" in out
+
+
 def test_no_column_of_a_table_is_left_out(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     frame = module("angles_by_layer").compute(run)
@@ -111,6 +129,8 @@ def test_no_column_of_a_table_is_left_out(run, monkeypatch):
     assert all(column in text for column in frame if frame[column].notna().any())
     assert "d 192" in text.partition("model")[0]
     assert "In all rows" not in shown(frame.head(1))
+    alike = shown(pd.DataFrame({"a": [np.nan] * 2, "b": [1, 1]}))
+    assert [line.split() for line in alike.splitlines()][1:] == [["a", "b"], ["NaN", "1"], ["NaN", "1"]]
 
 
 def test_help_is_about_the_analysis(capsys, monkeypatch):
@@ -323,8 +343,7 @@ def test_angles_in_training_are_drawn_for_a_layer_that_all_models_have(tmp_path,
 
 
 def test_list(capsys, monkeypatch):
-    status, out, _ = call(capsys, monkeypatch)
-    assert status == 0
+    _, out, _ = call(capsys, monkeypatch)
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert list(lines) == names()
     assert all("*Geometry*" in lines[name] or "*Pre-RMSNorm*" in lines[name] for name in MEASURED + FIXED)

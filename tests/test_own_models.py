@@ -91,6 +91,109 @@ class Layer(nn.Module):
         return x + self.channels(self.second(x))
 
 
+class Wrapped(nn.Module):
+    """Attention in a module that does nothing else."""
+
+    def __init__(self, mixing=Fused):
+        super().__init__()
+        self.inner = mixing()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Raw(nn.Module):
+    """Attention that multiplies with matrices of its own, and has a module beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.drop = nn.Parameter(torch.randn(4, D, D)), nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v, _ = (x @ w for w in self.w)
+        return self.drop(scaled_dot_product_attention(q, k, v)) @ self.w[3]
+
+
+class Normed(nn.Module):
+    """Attention with norms of queries and keys, and of what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.gate, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, D)
+        self.a, self.b, self.c = (nn.LayerNorm(D) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(self.c(scaled_dot_product_attention(self.a(q), self.b(k), v)) * self.gate(x).sigmoid())
+
+
+class Routed(Experts):
+    """The same, whose router takes contexts apart."""
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        return torch.stack([e(x) for e in self.experts], -1).mul(weights[:, :, None]).sum(-1)
+
+
+class Falling(nn.Module):
+    """An attention that is tried first, and fails."""
+
+    class Fast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(D, D)
+
+        def forward(self, x):
+            self.a(x)
+            raise RuntimeError("not here")
+
+    def __init__(self):
+        super().__init__()
+        self.fast, self.slow = self.Fast(), Fused()
+
+    def forward(self, x):
+        try:
+            return self.fast(x)
+        except RuntimeError:
+            return self.slow(x)
+
+
+class Listed(nn.Module):
+    """A branch with its norm, as an element of a list, and what is added to is added outside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(D), inner
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.qn, self.kn = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x, *_):
+        y = self.norm(x)
+        if self.inner is not None:
+            return x + self.inner(y)
+        return x + self.o(scaled_dot_product_attention(self.qn(self.q(y)), self.kn(self.k(y)), self.v(y)))
+
+
+class Behind(nn.Module):
+    """A layer whose attention's output is normalized, and the attention's input not."""
+
+    def __init__(self, mixing):
+        super().__init__()
+        self.first, self.second, self.tokens, self.channels = nn.LayerNorm(D), nn.LayerNorm(D), mixing(), Experts()
+
+    def forward(self, x, *_):
+        x = self.first(x + self.tokens(x))
+        return self.second(x + self.channels(x))
+
+
+class Cast(Layer):
+    """A layer whose norms are computed in float32."""
+
+    def forward(self, x, *_):
+        x = x + self.tokens(self.first(x.float()).to(x.dtype))
+        return x + self.channels(self.second(x.float()).to(x.dtype))
+
+
 class Lent(Layer):
     """A layer that is given its first norm when it is called."""
 
@@ -154,7 +257,7 @@ def test_an_attention_that_is_no_module_of_its_own(names):
     assert places(Own(Inline(names), Inline(names))) == SEQUENTIAL
 
 
-@pytest.mark.parametrize("mixing", [Fused, Scores, Torchs])
+@pytest.mark.parametrize("mixing", [Fused, Scores, Torchs, Wrapped, lambda: Wrapped(Torchs), Raw, Falling])
 def test_an_attention_is_known_by_what_it_does(mixing):
     assert places(Own(Layer(mixing), Layer(mixing))) == SEQUENTIAL
 
@@ -164,8 +267,90 @@ def test_norms_behind_attentions_are_not_within_one():
     assert places(Own(Sums(), Sums())) == [(role, layer) for layer in (0, 1) for role in of_one] + [("final", 2)]
 
 
-def test_a_softmax_over_experts_is_no_attention():
-    assert places(Own(Layer(Experts), Layer(Experts))) == [
+def test_norms_on_queries_are_and_one_on_what_attention_gives_is_not():
+    roles = [role for role, _ in places(Own(Layer(Normed)))]
+    assert roles == ["attention", "qk", "qk", "inner", "mlp", "final"]
+
+
+def test_an_element_of_a_list_may_be_the_attention():
+    assert [role for role, _ in places(Own(Listed(None), Listed(Experts())))] == [
+        "attention", "qk", "qk", "mlp", "final",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mixing", [Fused, Torchs, Raw, Wrapped])
+def test_norms_behind_sums_are_of_what_is_before_them(mixing):
+    assert [role for role, _ in places(Own(Behind(mixing), Behind(mixing)))] == [
+        "post_attention", "post_mlp", "post_attention", "post_mlp", "final",
+    ]  # fmt: skip
+
+
+def test_a_cast_hands_a_norm_on():
+    model = Own(Cast(Fused), Cast(Fused)).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.first.float()
+        layer.second.float()
+    assert places(model) == SEQUENTIAL
+
+
+def test_layers_that_run_again_are_counted_as_they_run():
+    layer = Layer(Fused)
+    assert places(Own(layer, layer, layer)) == [(role, i) for i in range(3) for role in ("attention", "mlp")] + [
+        ("final", 3)
+    ]
+
+
+def test_a_layers_norm_behind_the_layers_is_final_and_before_them_an_embeddings():
+    norm = nn.LayerNorm(D)
+    model = Own(Layer(Fused, norm, norm), Layer(Fused, norm, norm))
+    model.norm = norm  # registered behind the layers, by which it is named
+    assert places(model) == SEQUENTIAL
+    plain, embedding = Own(Layer(Fused), Layer(Fused)), nn.Embedding(64, D)
+    embedding.register_forward_hook(lambda module, args, out: plain.layers[0].first(out))
+    plain.embedding = embedding
+    assert places(plain) == [("embedding", 0), *SEQUENTIAL]
+
+
+def test_a_norm_that_ends_a_sequence_of_layers_is_final():
+    model = Own(norm=nn.Identity())
+    model.layers = nn.Sequential(Layer(Fused), Layer(Fused), nn.LayerNorm(D))
+    model.forward = lambda input_ids, **_: model.layers(model.embedding(input_ids))
+    assert places(model) == SEQUENTIAL
+
+
+def test_layers_may_be_in_a_dictionary():
+    model = Own()
+    model.layers = layers = nn.ModuleDict({"0": Layer(Fused), "1": Layer(Fused)})
+    model.forward = lambda input_ids, **_: model.norm(layers["1"](layers["0"](model.embedding(input_ids))))
+    assert places(model) == SEQUENTIAL
+
+
+def test_a_scripted_module_is_no_obstacle():
+    """It takes no hooks, so that what is in it is not seen."""
+    model = Own(Layer(Fused))
+    model.head = torch.jit.script(nn.Linear(D, D))
+    inner = model.forward
+    model.forward = lambda **inputs: model.head(inner(**inputs))
+    assert places(model) == [("attention", 0), ("mlp", 0), ("final", 1)]
+
+
+def test_an_eps_of_the_dtypes_own_rounding_is_measured():
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(D))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, True) + torch.finfo(x.dtype).eps) * self.weight
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = Own(Layer(Fused), norm=Rounding()).to(dtype)
+        assert find_sites(model, {"input_ids": torch.arange(6)[None]})[-1].eps == torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("experts", [Experts, Routed])
+def test_a_softmax_over_experts_is_no_attention(experts):
+    assert places(Own(Layer(experts), Layer(experts))) == [
         ("mlp", 0), ("mlp", 0), ("mlp", 1), ("mlp", 1), ("final", 2)
     ]  # fmt: skip
 

@@ -118,6 +118,11 @@ def test_what_does_not_fit_or_is_damaged_leaves_nothing(store, copy, tmp_path, m
         with pytest.raises(RunError, match=r"the scalars need .* free; give --keep none"):
             run_from_store(store, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    with pytest.raises(RunError, match="precious is there already; give another directory"):
+        angles_from_store(store, scalars=str(tmp_path / "precious"), progress=False)
+    assert (tmp_path / "precious" / "file").read_text() == "mine"
     last = sorted((copy / "hidden.zarr").rglob("pre/c.*.0"))[-1]
     last.write_bytes(last.read_bytes()[:-9])
     with pytest.raises(StoreError, match="damaged"):

@@ -97,7 +97,8 @@ class ScalarWriter:
 
     def create(self, directions: dict[int, Directions]) -> None:
         """Make the empty store."""
-        zarr.open_group(self.path.parent, mode="a")  # several models' groups lie side by side in one store
+        if self.path.parent.suffix == ".zarr":  # several models' groups lie side by side in one store
+            zarr.open_group(self.path.parent, mode="a")
         norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
         attributes = {"quantities": list(QUANTITIES), "random_norms": norms}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)

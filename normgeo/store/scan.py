@@ -91,8 +91,8 @@ class _Found:
 def angles_from_store(
     path: str | Path | HiddenStateStore, *,
     null: int | None = None, null_every: int | None = None, seed: int | None = None,
-    sites: str | None = None, batch: int | None = None, scheduler: str | None = None, scalars: Path | None = None,
-    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+    sites: str | None = None, batch: int | None = None, scheduler: str | None = None,
+    scalars: str | Path | None = None, announce: Callable[[str], None] = lambda line: None, progress: bool = True,
 ) -> AngleTable:  # fmt: skip
     """The table that `normgeo angles` gives for the model, from its store alone; in constant memory.
 
@@ -111,7 +111,7 @@ def angles_from_store(
 
     Raises:
         StoreError: the store is damaged, holds nothing, or was captured without its inputs.
-        RunError: the disk has no room for the scalars.
+        RunError: the scalars' directory is there already, or cannot be written.
         DataError: a number is too small, or `sites` matches none.
         NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
     """
@@ -122,10 +122,10 @@ def angles_from_store(
     identity = store.provenance["identity"]
     asked = {"null": null, "null_every": null_every, "seed": seed}
     drawn = {name: identity[name] if value is None else value for name, value in asked.items()}
-    known = store.storage.absolute, seen(store), len(store.commit_log)
-    reader = _Reader(_Scan(uuid.uuid4().hex, *known, sites, **drawn, keep=scalars is not None), store)
+    known = uuid.uuid4().hex, store.storage.absolute, seen(store), len(store.commit_log)
+    reader = _Reader(_Scan(*known, sites, **drawn, keep=scalars is not None), store)
     at_once: int = batch or identity["batch"]
-    writer = None if scalars is None else _writer(reader, scalars, at_once)
+    writer = None if scalars is None else _writer(reader, Path(scalars), at_once)
     if store.incomplete:
         announce(store.incomplete)
     with memory_kept():
@@ -142,10 +142,13 @@ def _writer(reader: _Reader, path: Path, batch: int) -> ScalarWriter:
     """A new store of scalars, cut into the chunks of a run that has the model."""
     n_tokens, config = reader.store.n_tokens, RunConfig(batch=batch)
     block = config.block(n_tokens, reader.store.provenance["identity"]["about"]["context"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_space(path.parent, bytes_needed(reader.sites, n_tokens, block))
-    writer = ScalarWriter(path, reader.sites, n_tokens, block)
-    writer.create(reader.directions)
+    if taken(path):
+        raise RunError(f"{path} is there already; give another directory for the scalars")
+    with disk_explained(path, resumes=False):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(path.parent, bytes_needed(reader.sites, n_tokens, block))
+        writer = ScalarWriter(path, reader.sites, n_tokens, block)
+        writer.create(reader.directions)
     return writer
 
 

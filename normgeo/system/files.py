@@ -11,6 +11,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -146,12 +147,16 @@ def _held(file: int, path: Path) -> bool:
 
 
 def emptied(out: Path) -> None:
-    """Remove what was written to a directory that was empty."""
-    for path in out.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != LOCK:
-            path.unlink(missing_ok=True)
+    """Remove what was written to a directory that was empty; and what a thread goes on writing for a while."""
+    for _ in range(20):
+        for path in out.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+        time.sleep(0.05)
+        if all(path.name == LOCK for path in out.iterdir()):
+            return
 
 
 def check_folder(out: Path, option: str = "--out") -> None:
