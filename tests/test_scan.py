@@ -145,18 +145,18 @@ class Cluster:
 
     scheduler = SimpleNamespace(address="tcp://here")
 
-    def __init__(self, *workers, failed=False):
-        self.workers, self.failed = list(workers), failed
+    def __init__(self, *workers, status="pending"):
+        self.workers, self.status = list(workers), status
 
     def nthreads(self):
         return {"a": 1} if self.workers.pop(0) else {}
 
     def done(self):
-        return self.failed
+        return self.status != "pending"
 
     def result(self, timeout):
         if self.workers:
-            raise TimeoutError("of a task" if self.failed else "")
+            raise TimeoutError("of a task" if self.status == "error" else "")
         return 7
 
 
@@ -168,7 +168,9 @@ def test_a_cluster_without_workers_is_not_waited_for(monkeypatch):
     cluster = Cluster(1, 0, 0, 1)
     with pytest.raises(NormGeoError, match="cluster at tcp://here lost its workers, and no others came"):
         workers._Awaited(cluster, cluster).result()
-    cluster = Cluster(1, failed=True)
+    cluster = Cluster(1, status="finished")  # what it gave was about to come when the time was up
+    assert workers._Awaited(cluster, cluster).result() == 7
+    cluster = Cluster(1, status="error")
     with pytest.raises(TimeoutError, match="of a task"):
         workers._Awaited(cluster, cluster).result()
 

@@ -50,7 +50,7 @@ class _Awaited:
             try:
                 return self._future.result(timeout=CONNECT_SECONDS)
             except TimeoutError:
-                if self._future.done():  # it is the task's own
+                if self._future.status == "error":  # it is the task's own; one that is done was about to come
                     raise
                 lost = 0 if self._client.nthreads() else lost + 1
                 if lost * CONNECT_SECONDS >= PATIENCE_SECONDS:
