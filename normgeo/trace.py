@@ -36,7 +36,7 @@ class Call:
             for it. What other modules own beside those inside of them (state-space mixers, hyper-connections) is not
             in the branch.
         scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
-        inline: whether that was by torch's attention.
+        by_torch: whether that was by a function of torch's.
         reads: the memory of its inputs, and of what they are casts or copies of.
     """
 
@@ -48,7 +48,7 @@ class Call:
     leaf: bool = False
     weight: bool = False
     scored: int = 0
-    inline: bool = False
+    by_torch: bool = False
     reads: set[int] = field(default_factory=set)
 
     def feeds(self, other: Call) -> bool:
@@ -139,6 +139,7 @@ class _Functions(TorchFunctionMode):
     def __init__(self, trace: Trace, running: list[Call], matrices: set[str], clock: Iterator[int]) -> None:
         super().__init__()
         self.trace, self.running, self.matrices, self.clock = trace, running, matrices, clock
+        self.made: set[int] = set()  # by modules without others inside, whose outputs the trace keeps
         self.sources: dict[int, int] = {}
         self._kept: list[Tensor] = []  # memory that is freed is given to others
 
@@ -147,13 +148,14 @@ class _Functions(TorchFunctionMode):
         out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         given = next((value for value in args if isinstance(value, Tensor)), None)
         if name in SAME and given is not None and isinstance(out, Tensor):
-            if (memory := _storage(out)) != _storage(given):
-                self.sources[memory] = self.sources.get(_storage(given), _storage(given))
-                self._kept += [out, given]
+            memory, source = _storage(out), _storage(given)
+            if memory != source and (source in self.made or source in self.sources):  # not of weights, which are large
+                self.sources[memory] = self.sources.get(source, source)
+                self._kept.append(out)
         elif name in ATTENTION or (name == "softmax" and given is not None and self._scores(given)):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
-                owner.scored, owner.inline = next(self.clock), name in ATTENTION
+                owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
         return out
 
     def _scores(self, x: Tensor) -> bool:
@@ -186,9 +188,11 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = stack.pop()
             call.ended, call.output = next(clock), output
+            if call.leaf and isinstance(output, Tensor):
+                functions.made.add(_storage(output))
             if output is None and sys.exc_info()[1] is not None:  # it raised; somebody may go on
                 trace.calls[:] = [c for c in trace.calls if c is not call and not call.holds(c)]
-            if call.inline and name in own and not any(c.weight and call.holds(c) for c in trace.calls):
+            if call.by_torch and name in own and not any(c.weight and call.holds(c) for c in trace.calls):
                 call.weight = True
 
         return hook
