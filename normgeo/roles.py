@@ -91,7 +91,7 @@ class Placer:
     """
 
     def __init__(self, norms: list[Call], trace: Trace) -> None:
-        self.norms, self.trace = norms, trace
+        self.trace = trace
         self.known = {id(norm) for norm in norms}
         self.post: dict[str, bool] = {}
 

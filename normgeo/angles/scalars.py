@@ -122,10 +122,10 @@ class ScalarWriter:
         self.put([batch], scalar_rows(statistics))
 
     def put(self, batches: Sequence[TokenBatch], rows: Rows, first: int = 0) -> None:
-        """Keep the scalars of batches that follow each other, and what those before them were.
+        """Keep the scalars of batches that follow each other.
 
         Args:
-            batches: what the rows are of; none where it is of other sites, whose rows come with it.
+            batches: what the rows are of; none where rows of other sites come with them.
             rows: as `scalar_rows` gives them.
             first: which of the writer's sites is theirs of index 0.
         """
