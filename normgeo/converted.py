@@ -75,11 +75,17 @@ class TiedHead(nn.Linear):
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one with this dotted name, under every name that one has."""
+    """Put a module in the place of the one with this dotted name, under every name that one has.
+
+    In evaluation torch's encoder layers call no module inside them, but compute LayerNorms of the weights of their
+    norms, unless their activation is neither ReLU nor GELU: they are told that it is not.
+    """
     old = model.get_submodule(name)
     for parent in list(model.modules()):
         for child in [key for key, value in parent._modules.items() if value is old]:
             setattr(parent, child, module)
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                parent.activation_relu_or_gelu = 0
 
 
 def replaced(values: Any, index: int, new: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from torch import nn
 from typer.testing import CliRunner
 
 from normgeo import convert, decompress, load_model
@@ -101,3 +102,33 @@ def test_of_a_compressed_model_the_outputs_that_were_asked_for_come_back(clip, t
     assert conversion.certificate.outputs == NEEDED
     for model in (conversion.model, load_model(tmp_path / "rmsnorm")):
         assert max(e for key, e in errors(clip, model).items() if "last_hidden" not in key) < 1e-5
+
+
+class Encoder(hf.PreTrainedModel):
+    """Torch's own encoder layers, which in evaluation call nothing inside them; it gives a tensor without a name."""
+
+    config_class = hf.GPT2Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table, self.head = nn.Embedding(96, 32), nn.Linear(32, 8)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, activation="gelu")
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False)
+
+    def forward(self, input_ids):
+        return self.head(self.encoder(self.table(input_ids)))
+
+
+@pytest.mark.parametrize("how", [{}, {"to": "crmsnorm", "padded": True}, {"trainable": True}])
+def test_layers_that_call_no_module_inside_them_use_the_norms_that_they_got(how):
+    torch.manual_seed(0)
+    model = zoo.perturb(Encoder(hf.GPT2Config()).double().eval())
+    conversion = convert(model, inputs={"input_ids": torch.randint(0, 96, (2, 7))}, **how)
+    assert len(conversion.replaced) == 5
+    ids = torch.randint(0, 96, (3, 9))
+    with torch.no_grad():
+        ours, theirs = conversion.model(ids), model(ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-13
+    conversion.model.encoder.layers[1].norm2 = nn.Identity()
+    with torch.no_grad():  # which torch, if it went on by itself, would not call
+        assert not torch.allclose(conversion.model(ids), ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -204,24 +205,26 @@ def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
 def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
     """Every floating-point tensor that a model returns for these inputs and options, caches aside; see `looking_at`.
 
-    A model in training mode draws the same random numbers each time.
+    What a model gives without names is its `output`. A model in training mode draws the same random numbers each time.
 
     Raises:
         ModelError: the model fails, an output is NaN or infinite, there is none, or none of a name that is looked at.
     """
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     name = type(model).__name__
+    taken = inspect.signature(model.forward).parameters.values()
+    if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in taken):
+        options |= {"return_dict": True}
     try:
         with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
-            result = model(**inputs, **options, return_dict=True)
+            result = model(**inputs, **options)
     except NormGeoError:
         raise
     except Exception as error:  # whatever a model raises
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
-    if not isinstance(result, Mapping):
-        raise ModelError(f"{name} gives a {type(result).__name__} though asked by return_dict=True for outputs by name")
-    found = [pair for key, value in result.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
+    named = result if isinstance(result, Mapping) else {"output": result}
+    found = [pair for key, value in named.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
     for wanted in looked_at():
         if not any(_is_of(key, wanted) for key, _ in found):
             there = ", ".join(dict.fromkeys(key for key, _ in found))
