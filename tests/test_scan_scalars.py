@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from forked import NORMGEO, Forked
 from stores import captured, config
 
 from analyses import masks, uncertainty
@@ -120,7 +122,7 @@ def test_what_does_not_fit_or_is_damaged_leaves_nothing(store, copy, tmp_path, m
     assert not (tmp_path / "out").exists()
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("mine")
-    with pytest.raises(RunError, match="precious is there already; give another directory"):
+    with pytest.raises(RunError, match="precious exists already; choose another directory"):
         angles_from_store(store, scalars=str(tmp_path / "precious"), progress=False)
     assert (tmp_path / "precious" / "file").read_text() == "mine"
     last = sorted((copy / "hidden.zarr").rglob("pre/c.*.0"))[-1]
@@ -129,3 +131,26 @@ def test_what_does_not_fit_or_is_damaged_leaves_nothing(store, copy, tmp_path, m
         run_from_store(copy, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
     shutil.rmtree(copy)
+
+
+SLOW = """
+import time
+from normgeo.angles.scalars import ScalarWriter
+write = ScalarWriter._write
+ScalarWriter._write = lambda *args: (time.sleep(0.2), write(*args))
+"""
+
+
+def test_a_scan_that_is_killed_leaves_nothing_in_the_way(store, tmp_path):
+    """Its scalars are where nobody takes them for whole ones, and go when the same is asked for again."""
+    run_from_store(store, tmp_path / "whole", progress=False)
+    out = tmp_path / "out"
+    words = ("angles", "--store", store, "--out", out)
+    process = Forked(SLOW + NORMGEO, *words)
+    process.until(lambda: any(out.rglob("c/0/0")))
+    process.kill()
+    assert process.ended().returncode == -signal.SIGKILL
+    assert not any(path.parent == out for path in out.rglob("*") if path.name in ("scalars.zarr", "run.json"))
+    run_from_store(store, out, progress=False)
+    assert files(out / "scalars.zarr") == files(tmp_path / "whole" / "scalars.zarr")
+    assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}

@@ -15,6 +15,7 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,14 @@ from normgeo.angles.measure import AngleTable, check_numbers, directions_of, sel
 from normgeo.angles.runs import RunConfig, default_stem, new_record, now, safe_name, write_results
 from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
 from normgeo.angles.statistics import AngleStatistics
-from normgeo.errors import RunError, StoreError
+from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.sites import NormSite
 from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.workers import cluster, threads
-from normgeo.system.files import alone, check_folder, claimed, disk_explained, emptied, taken, write_json
+from normgeo.system.files import alone, check_folder, claimed, whole_directory, write_json
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch
@@ -105,7 +106,7 @@ def angles_from_store(
         batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
         scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
             one, as many threads as torch has.
-        scalars: a new directory for the scalars of every token, which `ScalarStore` reads.
+        scalars: a new directory for the scalars of every token, which `ScalarStore` reads; whole or not at all.
         announce: told where rebuilt outputs are not those of the model to the last bit.
         progress: show a progress bar.
 
@@ -125,10 +126,11 @@ def angles_from_store(
     known = uuid.uuid4().hex, store.storage.absolute, seen(store), len(store.commit_log)
     reader = _Reader(_Scan(*known, sites, **drawn, keep=scalars is not None), store)
     at_once: int = batch or identity["batch"]
-    writer = None if scalars is None else _writer(reader, Path(scalars), at_once)
     if store.incomplete:
         announce(store.incomplete)
-    with memory_kept():
+    with memory_kept(), ExitStack() as files:
+        folder = None if scalars is None else files.enter_context(whole_directory(Path(scalars)))
+        writer = None if folder is None else _writer(reader, folder, at_once)
         statistics, differing = _scanned(reader, at_once, scheduler, progress, writer)
     if differing:
         announce(
@@ -142,13 +144,9 @@ def _writer(reader: _Reader, path: Path, batch: int) -> ScalarWriter:
     """A new store of scalars, cut into the chunks of a run that has the model."""
     n_tokens, config = reader.store.n_tokens, RunConfig(batch=batch)
     block = config.block(n_tokens, reader.store.provenance["identity"]["about"]["context"])
-    if taken(path):
-        raise RunError(f"{path} is there already; give another directory for the scalars")
-    with disk_explained(path, resumes=False):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_space(path.parent, bytes_needed(reader.sites, n_tokens, block))
-        writer = ScalarWriter(path, reader.sites, n_tokens, block)
-        writer.create(reader.directions)
+    check_space(path, bytes_needed(reader.sites, n_tokens, block))
+    writer = ScalarWriter(path, reader.sites, n_tokens, block)
+    writer.create(reader.directions)
     return writer
 
 
@@ -170,19 +168,13 @@ def run_from_store(
     store = HiddenStateStore(path)
     with claimed(out, default_stem((store.provenance["identity"]["label"],))) as where:
         check_folder(where)
-        with disk_explained(where, resumes=False), alone(where):
-            if taken(where):
-                raise RunError(f"{where} is not empty; give another --out")
+        with alone(where), whole_directory(where) as folder:
             config = _config(store, path, keep=keep, **options)
             record, label = _record(store, path, config), safe_name(store.provenance["identity"]["label"])
-            scalars = where / "scalars.zarr" / label if config.keeps_scalars(store.n_tokens) else None
-            try:
-                table = angles_from_store(store, scalars=scalars, **options)  # which may grow meanwhile
-                write_results(table, where, record["models"].values())
-                write_json(where / "run.json", record | {"status": "complete", "finished": now()})
-            except BaseException:
-                emptied(where)
-                raise
+            scalars = folder / "scalars.zarr" / label if config.keeps_scalars(store.n_tokens) else None
+            table = angles_from_store(store, scalars=scalars, **options)  # which may grow meanwhile
+            write_results(table, folder, record["models"].values())
+            write_json(folder / "run.json", record | {"status": "complete", "finished": now()})
     return table, where
 
 

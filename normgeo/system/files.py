@@ -258,12 +258,8 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def disk_explained(out: Path | str, *, resumes: bool = True) -> Iterator[None]:
-    """A full disk, or a place that nobody can write to, as one line.
-
-    Args:
-        out: where is written.
-        resumes: the run can be resumed; else nothing of it stays.
+def disk_explained(out: Path | str) -> Iterator[None]:
+    """A full disk of a run that can be resumed, or a place that nobody can write to, as one line.
 
     Raises:
         RunError: that line.
@@ -273,9 +269,7 @@ def disk_explained(out: Path | str, *, resumes: bool = True) -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             safe = f"what was committed is safe: make space and give --resume {out}"
-            raise RunError(
-                f"the disk of {out} is full; {safe if resumes else 'make space and give the same command again'}"
-            ) from error
+            raise RunError(f"the disk of {out} is full; {safe}") from error
         if error.errno not in UNWRITABLE:
             raise
         if error.filename is not None and not _on_the_way(error.filename, out):
@@ -359,7 +353,9 @@ def _scratch(home: Path, name: str, *, fixed: bool) -> Iterator[Path]:
     finally:
         if lock is not None:
             os.close(lock)
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch.exists():
+            emptied(scratch)
+            scratch.rmdir()
 
 
 def _clear(home: Path, name: str) -> None:
