@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import inspect
 import os
 import pkgutil
 import re
@@ -16,7 +15,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import analyses
 from normgeo.errors import DataError, NormGeoError, RunError
@@ -55,19 +54,29 @@ def _read(name: str) -> ast.Module:
     return ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
 
 
+def check(name: str, options: dict[str, Any]) -> None:
+    """Refuse what is no analysis, an option that it does not depend on, and several runs where it is of one.
+
+    Raises:
+        DataError: that.
+    """
+    if name not in names():
+        raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
+    known = options_of(name)
+    if unknown := options.keys() - known.keys():
+        raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
+    if len(runs := options.get("run", ())) > 1 and (kind := known["run"]):
+        raise DataError(f"{name} takes one --run, {kind}; received {len(runs)}")
+
+
 def run(name: str, options: dict[str, object], out: Path) -> None:
     """Compute an analysis, write NAME.parquet, NAME.png and NAME.svg (NAME.md where it has one), print the first rows.
 
     Raises:
-        DataError: there is no such analysis, or it does not take an option that was given.
         RunError: nothing can be written to `out`.
     """
-    if name not in names():
-        raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
-    module = importlib.import_module(f"analyses.{name}")
-    if unknown := options.keys() - inspect.signature(module.compute).parameters.keys():
-        raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
     check_folder(out)
+    module = importlib.import_module(f"analyses.{name}")
     import transformers  # by now the analysis has
 
     transformers.utils.logging.set_verbosity_error()  # the terminal is for the result and for one line of error
@@ -116,7 +125,7 @@ def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> Non
 def together(runs: list[Path], folder: Path) -> Path:
     """One directory with the tables, and links to the scalars, of several finished runs of `normgeo angles`.
 
-    Of one run it is its own. A model that several runs have measured is told apart by the run's directory.
+    A model that several of them have measured is told apart by the run's directory.
 
     Raises:
         DataError: one is no finished run, or is given twice.
@@ -124,8 +133,6 @@ def together(runs: list[Path], folder: Path) -> Path:
     from normgeo.angles.measure import AngleTable
     from normgeo.angles.runs import safe_name
 
-    if len(runs) == 1:
-        return runs[0]
     if twice := [str(run) for run, n in Counter(run.resolve() for run in runs).items() if n > 1]:
         raise DataError(f"the run {twice[0]} is given twice; give each once")
     tables = [AngleTable.load(run) for run in runs]
@@ -147,10 +154,10 @@ def together(runs: list[Path], folder: Path) -> Path:
     return folder
 
 
-def _parser(name: str | None) -> argparse.ArgumentParser:
+def _parser(name: str | None, helps: bool = True) -> argparse.ArgumentParser:
     """The command line, of one analysis with what it depends on."""
     about = __doc__ if name is None else f"{name}: {title(name)}"
-    parser = argparse.ArgumentParser(prog="python -m analyses", description=about)
+    parser = argparse.ArgumentParser(prog="python -m analyses", description=about, add_help=helps)
     parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
     said = {
         "run": "a finished run of `normgeo angles`; of several their models side by side [default: the embedded pair]",
@@ -166,8 +173,8 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
 
 def main() -> int:
     """The command line; an error that normgeo raises on purpose is one line, and the exit status is 1."""
-    named = next((argument for argument in sys.argv[1:] if argument in names()), None)
-    given = {k: v for k, v in vars(_parser(named).parse_args()).items() if v is not None}
+    named = _parser(None, helps=False).parse_known_args()[0].name
+    given = {k: v for k, v in vars(_parser(named if named in names() else None).parse_args()).items() if v is not None}
     name, out = given.pop("name", None), given.pop("out")
     try:
         if name is None:
@@ -177,8 +184,9 @@ def main() -> int:
                     print(f"{each:{width}}  {title(each)}")
         else:
             with tempfile.TemporaryDirectory() as folder:
-                if "run" in given:
-                    given["run"] = together(given["run"], Path(folder))
+                check(name, given)
+                if runs := given.get("run"):
+                    given["run"] = together(runs, Path(folder)) if len(runs) > 1 else runs[0]
                 run(name, given, out)
     except BrokenPipeError:  # as `head` leaves it; what Python flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,8 @@
 """What the figures and pages of analyses show is what their tables say."""
 
+import contextlib
 import itertools
+import sys
 
 import matplotlib.colors
 import numpy as np
@@ -19,6 +21,7 @@ from analyses import (
     twins_loss,
     workload,
 )
+from analyses.__main__ import main
 from normgeo import figures
 from normgeo.angles.verdict import GROUP_LABELS
 from normgeo.bench.stream import VARIANTS
@@ -211,3 +214,20 @@ def test_bytes_have_units(n, text):
 )
 def test_hours_are_said_in_units_of_their_size(hours, text):
     assert store_plan._duration(hours) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("efficiency --run a --run b", "error: efficiency takes one --run, what `normgeo bench inference --out` wrote"),
+        ("coverage --run a --run b", "error: coverage does not depend on --run"),
+        ("nonsense --run a --run b", "error: no analysis 'nonsense'"),
+        ("--out masks rotation --help", "rotation: Rotation by standardization"),
+    ],
+)
+def test_what_is_asked_is_looked_at_before_the_runs_are(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["analyses", *arguments.split()])
+    with contextlib.suppress(SystemExit):
+        assert main() == 1
+    out, err = capsys.readouterr()
+    assert said in out + err
