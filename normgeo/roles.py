@@ -71,9 +71,10 @@ class _Block:
 
     def branch(self, call: Call) -> str:
         """The kind of residual branch that a module is part of: from what is done around it, or else from its name."""
-        name = self.inner_name(call)
-        if ATTENTION.search(name) or self.attention_of(call) is not None:
-            return "cross_attention" if CROSS.search(name) else "attention"
+        name, attention = self.inner_name(call), self.attention_of(call)
+        if ATTENTION.search(name) or attention is not None:
+            crosses = CROSS.search(name) or (attention is not None and attention.crosses)
+            return "cross_attention" if crosses else "attention"
         return "mixer" if MIXER.search(name) else "mlp"
 
     def part(self, call: Call) -> tuple[str, str]:

@@ -37,6 +37,7 @@ class Call:
             in the branch.
         scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
         by_torch: whether that was by a function of torch's.
+        crosses: whether a function of torch's that has the matrices weighed tokens for others than them.
         reads: the memory of its inputs, and of what they are casts or copies of.
     """
 
@@ -49,6 +50,7 @@ class Call:
     weight: bool = False
     scored: int = 0
     by_torch: bool = False
+    crosses: bool = False
     reads: set[int] = field(default_factory=set)
 
     def feeds(self, other: Call) -> bool:
@@ -156,6 +158,8 @@ class _Functions(TorchFunctionMode):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
                 owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
+                if name == "multi_head_attention_forward":
+                    owner.crosses = _storage(args[0]) != _storage(args[1])
         return out
 
     def _scores(self, x: Tensor) -> bool:
