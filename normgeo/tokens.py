@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from normgeo.documents import digest_of, read_documents
 from normgeo.errors import DataError
 from normgeo.hub import HUB, name_of, texts
 from normgeo.packing import Context, Packed
 
-__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens", "read_documents"]
+__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 KEPT_TOKENS = 1 << 22
@@ -221,77 +221,6 @@ def _digest(rows: np.ndarray) -> str | None:
     return digest.hexdigest()
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """Texts of a .jsonl ("text" in each line), .parquet (a column "text") or .txt (one document) file.
-
-    Raises:
-        DataError: the file is missing, of another format, or without the text it should have.
-    """
-    if path.is_dir():
-        raise DataError(f"{path} is a directory; give a .jsonl, .parquet or .txt file, or in Python the dataset in it")
-    if not path.is_file():
-        raise DataError(f"no such data file: {path}; give the path of one, or sample, {', '.join(HUB)}")
-    suffix = path.suffix.lower()
-    if suffix == ".txt":
-        yield _decoded(path.read_bytes(), path).replace("\r\n", "\n").replace("\r", "\n")
-    elif suffix == ".jsonl":
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{path}, line {number}"
-                if (text := _decoded(line, where)).strip():
-                    yield _text_of(text, where)
-    elif suffix == ".parquet":
-        yield from _parquet_texts(path)
-    else:
-        raise DataError(
-            f"unknown data format {path.suffix or '(no suffix)'!r} of {path}; known are .jsonl, .parquet and .txt "
-            "with text, and .npy with token ids"
-        )
-
-
-def _decoded(content: bytes, where: str | Path) -> str:
-    """Text, without a mark of its byte order: other encodings would be counted as other tokens, not be noticed."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        wrong = f"byte {error.start:,} is {content[error.start]:#04x}"
-        raise DataError(f"{where} is no text in UTF-8 ({wrong}); convert it, as with iconv -t UTF-8") from error
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{where}: expected an object with a "text", received {line[:60]!r}') from error
-    if not isinstance(text, str):
-        raise DataError(f'{where}: "text" should be a string, received {type(text).__name__}')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
-        half = text[error.start]
-        raise DataError(f"{where}: {half!r} is half a character; leave it or the line out") from error
-    return text
-
-
-def _parquet_texts(path: Path) -> Iterator[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                raise DataError(f'{path} has no column "text"; its columns are {file.schema_arrow.names}')
-            kind = file.schema_arrow.field("text").type
-            if pa.types.is_dictionary(kind):  # what pandas calls a category
-                kind = kind.value_type
-            if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):  # null where there is no row
-                raise DataError(f'the column "text" of {path} should hold strings, and holds {kind}')
-            for batch in file.iter_batches(batch_size=256, columns=["text"]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is not a readable parquet file: {error}") from error
-
-
 def holds_ids(data: str | Path) -> bool:
     """Whether a file of this name holds token ids, and no text."""
     return Path(data).suffix.lower() == ".npy"
@@ -307,8 +236,8 @@ def load_tokens(
 
     Args:
         data: "sample" (embedded, held-out Wikipedia text), "wikipedia" or "openwebtext" (streamed from the hub), a path
-            (.jsonl, .parquet or .txt with text, .npy with ids), an array of ids whose rows are sequences, or texts: a
-            list of strings, or a data set whose rows have a "text".
+            (of text, as `documents.KINDS` says, or .npy with ids), an array of ids whose rows are sequences, or texts:
+            a list of strings, or a data set whose rows have a "text".
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together (1024 for text; the row length for ids).
         exclude: documents to leave out, by their whole text.
@@ -333,8 +262,7 @@ def load_tokens(
     else:
         path = SAMPLE if data == "sample" else Path(data)
         source = "sample" if data == "sample" else str(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest_of(path)
         documents = functools.partial(read_documents, path)
     return _packed(documents, tokenizer, context, exclude, source, digest)
 

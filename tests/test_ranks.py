@@ -25,6 +25,7 @@ from torch.distributed import HashStore
 from normgeo import AngleTable, HiddenStateStore, packing, tokens
 from normgeo.angles import job
 from normgeo.angles.runs import RunConfig
+from normgeo.documents import read_documents
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.store import capture
 from normgeo.store.capture import CaptureConfig, resume_capture, start_capture
@@ -73,7 +74,7 @@ def test_each_process_tokenizes_its_own_part_of_a_text(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "KEPT_TOKENS", 0)
     began, encoded = [], packing.Packed._encoded
     monkeypatch.setattr(packing.Packed, "_encoded", lambda self, first: began.append(first) or encoded(self, first))
-    words = next(tokens.read_documents(tokens.SAMPLE)).split()
+    words = next(read_documents(tokens.SAMPLE)).split()
     texts = (" ".join(words[i : i + 40]) for i in range(0, len(words), 40))
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     options = {"context": 50, "batch": 4, "null": 4, "device": "cpu", "sites": "final"}

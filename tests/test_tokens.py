@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normgeo import packing
+from normgeo.documents import read_documents
 from normgeo.errors import DataError
-from normgeo.tokens import TokenStream, load_tokens, read_documents
+from normgeo.tokens import TokenStream, load_tokens
 
 TEXTS = [
     "The first document is about rivers.",
@@ -342,7 +343,7 @@ def test_a_file_without_text_is_refused(tmp_path, tokenizer, suffix, content):
 @pytest.mark.parametrize("name", ["data.csv", "data", "data.json"])
 def test_an_unknown_suffix_names_the_known_ones(tmp_path, tokenizer, name):
     (tmp_path / name).write_text("x")
-    refused(tmp_path / name, tokenizer, r"known are \.jsonl, \.parquet and \.txt")
+    refused(tmp_path / name, tokenizer, r"unknown data format .*; texts are \.jsonl or \.txt")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,10 @@ def test_a_tokenizer_in_python_is_resumed(tmp_path):
         (("--data", "ids.npy", "--tokenizer", "t"), "ids.npy holds token ids, which need no tokenizer"),
         (("--data", "IDS.NPY", "--tokenizer", "t"), "IDS.NPY holds token ids, which need no tokenizer"),
         (("--data", "ids.npy", "--exclude", "held.jsonl"), "ids.npy holds token ids, which have no documents to leave"),
-        (("--data", "text.jsonl", "--exclude", "ids.npy"), "--exclude takes documents, as .jsonl, .parquet or .txt,"),
+        (
+            ("--data", "text.jsonl", "--exclude", "ids.npy"),
+            "--exclude takes documents (.jsonl or .txt",
+        ),
         (("--data", "text.jsonl", "--tokenizer", "t", "--vocabulary", 300), "the tokenizer t has a vocabulary of its"),
         (("--vocabulary", 300), "the tokenizer openai-community/gpt2 has a vocabulary of its own: leave out"),
     ],

@@ -28,7 +28,9 @@ def angles(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="sample, wikipedia, openwebtext, or a path: .jsonl, .parquet or .txt of text, .npy of ids."),
+        typer.Option(
+            help="sample, wikipedia, openwebtext, or a path: .jsonl, .txt, .parquet ... of text, .npy of ids."
+        ),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import accelerate
 from accelerate.utils import broadcast_object_list
 
+from normgeo.documents import KINDS, read_documents
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
@@ -37,7 +38,7 @@ from normgeo.system.files import (
     write_json,
 )
 from normgeo.system.versions import versions
-from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens, read_documents
+from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
 from normgeo.training.log import tensorboard
@@ -254,7 +255,7 @@ def _check(config: TrainConfig) -> None:
     if ids and config.exclude:
         raise NormGeoError(f"{config.data} holds token ids, which have no documents to leave out: leave out --exclude")
     if config.exclude and holds_ids(config.exclude):
-        raise NormGeoError(f"--exclude takes documents, as .jsonl, .parquet or .txt, no token ids: {config.exclude}")
+        raise NormGeoError(f"--exclude takes documents ({KINDS}), no token ids: {config.exclude}")
     if config.vocabulary is None:
         return
     if name:
