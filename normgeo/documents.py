@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from normgeo.errors import DataError
 from normgeo.hub import HUB
@@ -64,10 +64,13 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read {error.filename or path}: {error.strerror or error}")
 
 
-Reader = Callable[[Path, Callable[[], IO[bytes]]], Iterator[str]]
+Opened = Callable[[], Any]
+"""Opens a file whose bytes are read."""
+
+Reader = Callable[[Path, Opened], Iterator[str]]
 
 
-def _reader(path: Path) -> tuple[Reader, Callable[[], IO[bytes]]]:
+def _reader(path: Path) -> tuple[Reader, Opened]:
     """What reads texts of this kind, and what opens the file for it."""
     if path.is_dir():
         return _saved_texts, lambda: path.open("rb")
@@ -79,12 +82,12 @@ def _reader(path: Path) -> tuple[Reader, Callable[[], IO[bytes]]]:
     raise DataError(f"unknown data format {suffix or '(no suffix)'!r} of {path}; texts are {KINDS}, and token ids .npy")
 
 
-def _whole_text(path: Path, opened: Callable[[], IO[bytes]]) -> Iterator[str]:
+def _whole_text(path: Path, opened: Opened) -> Iterator[str]:
     with opened() as file:
         yield _decoded(file.read(), path).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _lines(path: Path, opened: Callable[[], IO[bytes]]) -> Iterator[str]:
+def _lines(path: Path, opened: Opened) -> Iterator[str]:
     with opened() as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
@@ -116,7 +119,7 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def _parquet(path: Path, _: Callable[[], IO[bytes]]) -> Iterator[str]:
+def _parquet(path: Path, _: Opened) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -129,7 +132,7 @@ def _parquet(path: Path, _: Callable[[], IO[bytes]]) -> Iterator[str]:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _saved_texts(path: Path, _: Callable[[], IO[bytes]]) -> Iterator[str]:
+def _saved_texts(path: Path, _: Opened) -> Iterator[str]:
     import datasets
 
     if (path / "dataset_dict.json").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from normgeo.errors import DataError
+from normgeo.system.files import write_whole
 
 __all__ = [
     "KINDS", "PALETTE", "draw", "legend", "plain", "role_words", "save", "series", "short_name", "styled", "styles",
@@ -322,12 +324,18 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
 @styled
 def save(figure: matplotlib.figure.Figure, stem: Path) -> None:
     """Write a figure as .png (300 dpi) and .svg."""
-    figure.savefig(stem.with_name(stem.name + ".png"), dpi=300)
+    _write(figure, stem, "png", dpi=300)
     engine = figure.get_layout_engine()
     # it is laid out by now, and to do so again it would be drawn once more; None is what the settings say
     with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
         figure.set_layout_engine(None)
         try:
-            figure.savefig(stem.with_name(stem.name + ".svg"), metadata={"Date": None})
+            _write(figure, stem, "svg", metadata={"Date": None})
         finally:
             figure.set_layout_engine(engine)
+
+
+def _write(figure: matplotlib.figure.Figure, stem: Path, kind: str, **options: Any) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, **options)
+    write_whole(stem.with_name(f"{stem.name}.{kind}"), content.getvalue())

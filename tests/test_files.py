@@ -19,18 +19,14 @@ from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
 from normgeo.system.files import (
-    LOCK,
-    _held,
-    alone,
     check_file,
     check_folder,
-    claimed,
     disk_explained,
     is_full,
-    whole_directory,
     write_table,
     write_whole,
 )
+from normgeo.system.folders import LOCK, _held, alone, claimed, whole_directory
 
 FRAME = pd.DataFrame({"a": [1, 2]})
 BENCHMARKS = {
@@ -179,7 +175,7 @@ def test_new_directories_are_no_other_processes_and_go_where_they_stay_empty(tmp
 
 def test_one_process_writes_a_directory_until_it_ends(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from normgeo.system.files import alone; "
+        "import os, sys; from pathlib import Path; from normgeo.system.folders import alone; "
         "guard = alone(Path('run')); guard.__enter__(); print('in', flush=True); sys.stdin.read(1); os._exit(9)"
     )
     other = subprocess.Popen(
@@ -277,7 +273,7 @@ WRITES = """
 import sys, time
 from contextlib import suppress
 from pathlib import Path
-from normgeo.system.files import whole_directory
+from normgeo.system.folders import whole_directory
 with whole_directory(Path(sys.argv[1])) as scratch:
     (scratch / "half").write_text("half")
     print(scratch, flush=True)

@@ -22,7 +22,7 @@ from normgeo.conversion.checkpoint import save
 from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, ModelError, RunError
-from normgeo.system.files import whole_directory
+from normgeo.system.folders import whole_directory
 
 ALL = {a.model_type: a for a in architectures()}
 TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}

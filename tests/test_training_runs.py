@@ -15,7 +15,7 @@ from training_zoo import articles, command, small, stopping
 
 from normgeo import load_model, load_tokenizer, load_tokens
 from normgeo.errors import NormGeoError
-from normgeo.system.files import alone
+from normgeo.system.folders import alone
 from normgeo.training import log as training_log
 from normgeo.training import train as training
 from normgeo.training.recipe import SIZES
@@ -123,7 +123,7 @@ def test_another_tokenizer_of_the_same_size_is_not_resumed(stopped, normgeo):
 
 def test_one_process_at_a_time_trains_in_a_directory(stopped, normgeo, tmp_path):
     other = Forked(
-        "import sys, time; from pathlib import Path; from normgeo.system.files import alone\n"
+        "import sys, time; from pathlib import Path; from normgeo.system.folders import alone\n"
         "with alone(Path(sys.argv[1])): print('in', flush=True); time.sleep(300)",
         stopped,
     )

@@ -42,7 +42,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise RunError(
-            f"the scalars need {sized(needed)} and {folder} has {sized(free)} free; give --keep none, fewer "
+            f"the scalars need {sized(needed)} of disk, of which {sized(free)} are free; give --keep none, fewer "
             "--tokens or another --out"
         )
 

@@ -29,10 +29,11 @@ from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
-from normgeo.errors import NormGeoError, RunError
+from normgeo.errors import RunError
 from normgeo.loading import check_there, label_of
 from normgeo.stream import stream
-from normgeo.system.files import alone, check_folder, disk_explained, emptied, taken, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, write_json, write_whole
+from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.versions import versions
 
@@ -59,12 +60,8 @@ def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
         check_there(name, config.revision, config.trust_remote_code)
     with alone(out):
         _check_free(out)
-        try:
+        with nothing_left(out, lambda _: any(out.glob("state/*.safetensors"))):
             return _execute(config.absolute(), out, {"status": "new", "models": {}}, **options)
-        except NormGeoError:
-            if not any(out.glob("state/*.safetensors")):
-                emptied(out)  # nothing was measured: leave nothing behind
-            raise
 
 
 def _check_labels(config: RunConfig) -> None:

@@ -80,7 +80,7 @@ def angles(
 ) -> None:
     """Measure the angles of hidden states before and after every norm."""
     from normgeo.angles import runs
-    from normgeo.system.files import claimed
+    from normgeo.system.folders import claimed
     from normgeo.training import checkpoint_angles
 
     quiet()

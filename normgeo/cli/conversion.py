@@ -101,7 +101,7 @@ def compare(
 ) -> None:
     """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
     from normgeo.comparison.compare import compare_run, default_stem
-    from normgeo.system.files import claimed
+    from normgeo.system.folders import claimed
 
     quiet()
     with claimed(out, default_stem(a, b)) as where:

@@ -34,7 +34,8 @@ from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import on_cpu, pick_dtype, usable_device, weights_digest
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
-from normgeo.system.files import check_folder, taken, whole_directory
+from normgeo.system.files import check_folder
+from normgeo.system.folders import taken, whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, interleaved, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens

@@ -37,7 +37,7 @@ from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError, ModelError
-from normgeo.system.files import whole_directory
+from normgeo.system.folders import whole_directory
 from normgeo.trace import evaluating
 
 __all__ = ["auto_map", "check_read", "describe", "native_class", "save", "write_config"]

@@ -23,7 +23,7 @@ from normgeo.examples import example_inputs, max_context
 from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
 from normgeo.models import pick_dtype, usable_device, weights_digest
 from normgeo.stream import check_context, vocabulary
-from normgeo.system.files import whole_directory
+from normgeo.system.folders import whole_directory
 from normgeo.tokens import load_tokens
 
 __all__ = ["convert_checkpoint", "text_batches"]

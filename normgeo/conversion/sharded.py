@@ -33,7 +33,7 @@ from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_mode
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError
 from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer, warn_of_more
-from normgeo.system.files import whole_directory
+from normgeo.system.folders import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
 

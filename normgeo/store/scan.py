@@ -36,7 +36,8 @@ from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.workers import cluster, threads
-from normgeo.system.files import alone, check_folder, claimed, whole_directory, write_json
+from normgeo.system.files import check_folder, write_json
+from normgeo.system.folders import alone, claimed, whole_directory
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch

@@ -30,19 +30,10 @@ from normgeo.angles.measure import measure_angles
 from normgeo.angles.runs import new_record, now, safe_name
 from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
-from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.errors import ModelError, RunError
 from normgeo.hub import revisions
-from normgeo.system.files import (
-    alone,
-    check_folder,
-    disk_explained,
-    emptied,
-    taken,
-    unreadable,
-    whole_directory,
-    write_json,
-    write_whole,
-)
+from normgeo.system.files import check_folder, disk_explained, unreadable, write_json, write_whole
+from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
@@ -182,12 +173,8 @@ def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options
             raise RunError(f"{out} exists already; give another --out{hint}")
         points, config = find_checkpoints(where, config.revision), config.absolute()
         record = new_record(config) | {"checkpoints": str(where if _on_hub(where) else Path(where).absolute())}
-        try:
+        with nothing_left(out, lambda _: any(out.glob("parts/*.parquet"))):
             return _finish(points, config, out, record, **options)
-        except NormGeoError:
-            if not any(out.glob("parts/*.parquet")):
-                emptied(out)  # nothing was measured: leave nothing behind
-            raise
 
 
 def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:

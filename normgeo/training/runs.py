@@ -11,10 +11,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +26,8 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
-from normgeo.system.files import (
-    alone,
-    check_folder,
-    claimed,
-    disk_explained,
-    taken,
-    unreadable,
-    whole_directory,
-    write_json,
-)
+from normgeo.system.files import check_folder, disk_explained, unreadable, write_json
+from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import versions
 from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens
 from normgeo.training.accelerators import start_accelerator
@@ -126,7 +117,13 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         gone: list[Any] = broadcast_object_list([state.is_main_process and taken(out)])
         if gone[0]:
             raise _occupied(out)
-        try:
+
+        def begun(error: NormGeoError) -> bool:
+            steps = any(path for name in ("curve", "state-*") for path in out.glob(f"*/{name}"))
+            resumes = (out / "train.json").is_file() and (steps or isinstance(error, RunError))
+            return resumes or not state.is_main_process
+
+        with nothing_left(out, begun):
             if state.is_main_process and given.tokenizer is not None:
                 with whole_directory(out / "tokenizer", replace=True) as scratch:
                     given.tokenizer.save_pretrained(scratch)
@@ -141,12 +138,6 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
                 with disk_explained(out):
                     write_json(out / "train.json", record)
             return _train_all(config, recipe, out, record, given, **options)
-        except NormGeoError as error:
-            steps = any(path for name in ("curve", "state-*") for path in out.glob(f"*/{name}"))
-            nothing = not isinstance(error, RunError) and not steps
-            if state.is_main_process and (nothing or not (out / "train.json").is_file()):
-                _discard(out, config)
-            raise
 
 
 def resume_training(out: Path, **options: Any) -> dict[str, Path]:
@@ -183,14 +174,6 @@ def _record(config: TrainConfig, recipe: Recipe, out: Path, given: _Given) -> di
 def _occupied(out: Path) -> RunError:
     hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
     return RunError(f"{out} exists already; {hint}give another --out")
-
-
-def _discard(out: Path, config: TrainConfig) -> None:
-    """Remove what a start has written."""
-    for name in ("tokenizer", *config.norms):
-        shutil.rmtree(out / name, ignore_errors=True)
-    with suppress(OSError):  # it would hide why the start failed
-        (out / "train.json").unlink(missing_ok=True)
 
 
 class _Given(NamedTuple):

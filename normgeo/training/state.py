@@ -20,7 +20,8 @@ import safetensors.torch
 from torch import Tensor
 
 from normgeo.errors import RunError
-from normgeo.system.files import unreadable, whole_directory
+from normgeo.system.files import unreadable
+from normgeo.system.folders import whole_directory
 
 __all__ = ["checkpoint_path", "latest_state", "load_state", "save_state"]
 

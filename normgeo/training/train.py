@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import memory_explained
-from normgeo.system.files import unreadable, whole_directory, write_json
+from normgeo.system.files import unreadable, write_json
+from normgeo.system.folders import whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
