@@ -29,10 +29,10 @@ from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
-from normgeo.errors import RunError
+from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import check_there, label_of
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, disk_explained, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, is_full, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.versions import versions
@@ -125,7 +125,7 @@ def _execute(
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
 ) -> AngleTable:
-    """Run every model, committing as it goes, then write tables, verdict and figures.
+    """Run every model, committing as it goes, then write tables, verdict and figures: also of those before one fails.
 
     Args:
         config: what to run.
@@ -134,23 +134,35 @@ def _execute(
         announce: called with one line before each model: what will be measured and what it will cost.
         progress: show a progress bar.
     """
-    tables = []
+    tables: dict[str, AngleTable] = {}
+
+    def write() -> AngleTable:
+        table = AngleTable.concatenated(list(tables.values()))
+        write_results(table, out, [record["models"][name] for name in tables])
+        return table
+
     for name in config.models:
-        job = prepare(config, name, before=record["models"].get(name))
-        if record["status"] == "new":  # only now is it known that the model and the data exist
-            record = new_record(config)
-        check_same(record["models"].setdefault(name, job.about), job.about, out)
-        with disk_explained(out):
-            (out / "state").mkdir(parents=True, exist_ok=True)
-            write_json(out / "run.json", record)
-            statistics = _measure(config, job, out, announce, progress)
-        tables.append(AngleTable.from_statistics(statistics, job.label))
-        del job, statistics  # of a model at a time there is room for the parameters
-    table = AngleTable.concatenated(tables)
+        try:
+            job = prepare(config, name, before=record["models"].get(name))
+            if record["status"] == "new":  # only now is it known that the model and the data exist
+                record |= new_record(config)
+            check_same(record["models"].setdefault(name, job.about), job.about, out)
+            with disk_explained(out):
+                (out / "state").mkdir(parents=True, exist_ok=True)
+                write_json(out / "run.json", record)
+                statistics = _measure(config, job, out, announce, progress)
+            tables[name] = AngleTable.from_statistics(statistics, job.label)
+            del job, statistics  # of a model at a time there is room for the parameters
+        except NormGeoError as error:
+            if not tables or is_full(error):
+                raise
+            with disk_explained(out):
+                write()
+            done = f"the results of {', '.join(map(label_of, tables))} are in {out}, and --resume goes on from there"
+            raise RunError(f"{name}: {error}; {done}") from error
     with disk_explained(out):
-        write_results(table, out, record["models"].values())
-        record |= {"status": "complete", "finished": now()}
-        write_json(out / "run.json", record)
+        table = write()
+        write_json(out / "run.json", record | {"status": "complete", "finished": now()})
     return table
 
 
