@@ -14,7 +14,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.angles.verdict import LEAST_TOKENS
+from normgeo.angles.verdict import LEAST_DIRECTIONS, LEAST_TOKENS
 from normgeo.errors import DataError
 from normgeo.figures import series
 
@@ -48,15 +48,18 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Z and percentile of the uniform vector by layer, with the central 95% of random directions marked."""
-    models = list(frame.model.unique())
-    figure, grid = _axes.grid(["z of the uniform vector", "percentile of its mean angle"], models)
+    many = frame.groupby("model", sort=False).n_directions.max()
+    models, alike = list(map(str, many.index)), many.nunique() == 1
+    titles = models if alike else [f"{model}\n{n:.0f} directions" for model, n in many.items()]
+    figure, grid = _axes.grid(["z of the uniform vector", "percentile of its mean angle"], titles)
     looks = figures.styles(frame[frame.phase == "pre"])
     for row, value, bound in zip(grid, ("null_z", "null_percentile"), (1.96, None), strict=True):
         for axes, model in zip(row, models, strict=True):
             low, high = (-bound, bound) if bound else (2.5, 97.5)
-            axes.axhspan(low, high, color="0.93", zorder=0, label="expected in 95% of cases")
-            for y in (low, high):
-                axes.axhline(y, color="0.4", linewidth=0.6, linestyle="--", zorder=1)
+            if bound or many[model] >= LEAST_DIRECTIONS:  # of fewer, a direction is easily beyond all
+                axes.axhspan(low, high, color="0.93", zorder=0, label="expected in 95% of cases")
+                for y in (low, high):
+                    axes.axhline(y, color="0.4", linewidth=0.6, linestyle="--", zorder=1)
             if bound:
                 axes.axhline(0, color="0.4", linewidth=0.6, zorder=1)
             else:
@@ -72,6 +75,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)
     grid[0, 0].plot([], [], "o:", color="0.4", markerfacecolor="white", markersize=3.5, label="open: after the norm")
     figures.legend(figure, columns=4 if frame["stack"].nunique() > 1 else 5)
-    n = int(frame.n_directions.max())
-    figure.suptitle(f"Mean angle to the uniform vector among those to {n} random directions", fontsize=9)
+    n = f"{many.iloc[0]:.0f} " if alike else ""
+    figure.suptitle(f"Mean angle to the uniform vector among those to {n}random directions", fontsize=9)
     return figure

@@ -68,14 +68,15 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     frame = figures.on_stream(frame[frame.direction == "uniform"])
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
     ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
-    figure, grid = _axes.grid(ylabels, list(stacks), xlabel=_axes.DEPTH)
+    titles = [f"{stack}\n{rows.n_documents.min():,} documents" for stack, rows in stacks.items()]
+    figure, grid = _axes.grid(ylabels, titles, xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         for axes, rows in zip(row, stacks.values(), strict=True):
             part = rows[rows.phase == phase].sort_values("depth")
             for k, (column, label) in enumerate(LABELS.items()):
                 style = {"color": figures.PALETTE[k], "markersize": 3, "linewidth": 1, "label": label}
                 axes.plot(part.depth, part[column], f"{'os'[k]}-", **style)
-        row[0].set_ylim(bottom=0)
+        row[0].set_yscale("log")
     figures.legend(figure)
     figure.suptitle("Standard error of the mean angle to the uniform vector", fontsize=9)
     return figure

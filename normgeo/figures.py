@@ -13,7 +13,7 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
 from normgeo.system.files import write_whole
@@ -166,7 +166,7 @@ def _by_layer(
 ) -> tuple[matplotlib.figure.Figure, list[tuple[Axes, str, pd.DataFrame]]]:
     """Axes for one quantity by layer, a panel per model."""
     models = list(frame.model.unique())
-    columns = min(2, len(models))
+    columns = min(3 if len(models) == 3 else 2, len(models))
     rows = -(-len(models) // columns)
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 0.5 + 2.3 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
@@ -218,6 +218,16 @@ def _role_lines(
             axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **looks[label])
 
 
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:g}%")
+
+
+class _SomePercent(LogFormatter):
+    """Shares between powers of ten, as many as have room."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return PERCENT(value) if super().__call__(value, pos) else ""
+
+
 @styled
 def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
@@ -236,6 +246,8 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
                 )  # fmt: skip
         _role_lines(axes, part[part.direction == "uniform"], looks, "energy_share")
+        axes.yaxis.set_major_formatter(PERCENT)
+        axes.yaxis.set_minor_formatter(_SomePercent())
     legend(figure)
     return figure
 

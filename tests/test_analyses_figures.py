@@ -114,6 +114,20 @@ def test_the_place_among_random_directions_is_drawn_before_and_after_every_norm(
             assert line.get_xdata().tolist() == other.get_xdata().tolist() == sorted(set(here.layer))
 
 
+def test_of_few_random_directions_no_percentile_is_expected():
+    """Of 8, a direction like any other is beyond all in two cases of nine."""
+    frame = table(phase=["pre", "post"]).assign(n_directions=64)
+    figure = null_ensemble.plot(frame)
+    assert figure.get_suptitle() == "Mean angle to the uniform vector among those to 64 random directions"
+    assert [panel.get_title() for panel in figure.axes[:2]] == list(MODELS)
+    frame.loc[frame.model == "two", "n_directions"] = 8
+    figure = null_ensemble.plot(frame)
+    assert "64" not in figure.get_suptitle()
+    assert [panel.get_title() for panel in figure.axes[:2]] == ["one\n64 directions", "two\n8 directions"]
+    banded = [any("95%" in patch.get_label() for patch in panel.patches) for panel in figure.axes]
+    assert banded == [True, True, True, False]
+
+
 def test_the_twins_difference_is_what_rmsnorm_loses_more():
     frame = twins_loss.compute()
     curves, difference = twins_loss.plot(frame).axes

@@ -91,6 +91,8 @@ def test_a_model_against_itself_by_name(normgeo, tmp_path):
         (["gpt2", "llama", "--data", "ids.npy", "--dtype", "int8"], "no dtype 'int8'"),
         (["gpt2", "llama", "--data", "ids.npy", "--device", "cuda:99"], "cuda:99"),
         (["llama", "gpt2", "--data", "ids.npy", "--naive"], "has no LayerNorm"),
+        (["gpt2", "vit", "--data", "ids.npy"], "ViTForImageClassification takes pixel_values, not token ids"),
+        (["vit", "gpt2"], "ViTForImageClassification takes pixel_values, not token ids"),
         (["gpt2", "nan", "--data", "ids.npy"], "the logits of nan are NaN or infinite"),
         (["gpt2", "llama", "--data", "ids.npy", "--out", "gpt2"], "exists and is not an empty directory"),
         (["gpt2", "llama", "--data", "ids.npy", "--out", "ids.npy"], "exists and is not an empty directory"),
@@ -100,6 +102,8 @@ def test_a_model_against_itself_by_name(normgeo, tmp_path):
 def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, words, says):
     if "wide" in words:
         zoo.tiny("gpt2", vocab_size=100).save_pretrained("wide")
+    if "vit" in words:
+        zoo.tiny("vit").save_pretrained("vit")
     if "other" in words:
         zoo.tiny("gpt2", vocab_size=300).save_pretrained("other")
         twins.train_tokenizer(["some other words"] * 9, 300).save_pretrained("other")

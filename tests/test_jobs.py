@@ -1,12 +1,15 @@
 """What a run is of where its configuration does not say, and what it will cost."""
 
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from normgeo.angles import cost, job
 from normgeo.angles.job import RunConfig
-from normgeo.errors import RunError
+from normgeo.angles.measure import check_numbers
+from normgeo.errors import DataError, RunError
 
 NAME = "embedded-layernorm"
 
@@ -52,3 +55,11 @@ def test_only_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     cost.check_space(tmp_path, 1000)
     with pytest.raises(RunError, match="the scalars need"):
         cost.check_space(tmp_path, 1001)
+
+
+@pytest.mark.parametrize(("name", "value"), [("null", "16"), ("tokens", 2.5), ("null_every", [1]), ("rounds", "2")])
+def test_what_is_no_whole_number_is_said(name, value):
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(DataError, match=re.escape(f"{option} must be a whole number, received {value!r}")):
+        check_numbers(**{name: value})
+    check_numbers(**{name: np.int32(3)})

@@ -47,6 +47,10 @@ def test_where_one_text_ends_is_part_of_what_texts_are(tokenizer):
         (iter(TEXTS), "an iterator can be read once"),
         ((text for text in TEXTS), "an iterator can be read once"),
         ({"input_ids": [[1, 2]]}, "received a dict with input_ids; give its token ids alone"),
+        (
+            datasets.DatasetDict({part: datasets.Dataset.from_dict({"text": TEXTS}) for part in ("train", "test")}),
+            "received the parts train, test of a data set; give one, as data['train']",
+        ),
         (pd.DataFrame({"text": TEXTS}), "received a DataFrame; give its column of text"),
         ([{"body": "a"}], 'rows with body have no "text"'),
         ([*TEXTS, None], "text 3 should be a string, received None"),

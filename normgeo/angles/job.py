@@ -53,7 +53,7 @@ class RunConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(**{name: getattr(self, name) for name in LEAST})
+        check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
         pick_dtype(self.dtype, self.device)
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")

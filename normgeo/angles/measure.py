@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
-LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0}
+LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0, "rounds": 0}
 MOST = 2**62
 """Above, numbers of tokens are none of the machine's any more."""
 
@@ -278,17 +278,22 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
     return [s for s in sites if any(s in found for found in matching.values())]
 
 
-def check_numbers(**numbers: int | None) -> None:
-    """Refuse what is too small or too large of a measurement's numbers, by their names in `LEAST`; None is the default.
+def check_numbers(**numbers: Any) -> None:
+    """Refuse what is no whole number, or too small or too large, by its name in `LEAST`; None is the default.
 
     Raises:
         DataError: which one it is, and what it must be.
     """
     for name, value in numbers.items():
-        if value is not None and value < LEAST[name]:
-            raise DataError(f"--{name.replace('_', '-')} must be at least {LEAST[name]}, received {value}")
-        if value is not None and value > MOST:
-            raise DataError(f"--{name.replace('_', '-')} must be at most {MOST}, received {value}")
+        if value is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if not isinstance(value, (int, np.integer)):
+            raise DataError(f"{option} must be a whole number, received {value!r}")
+        if value < LEAST[name]:
+            raise DataError(f"{option} must be at least {LEAST[name]}, received {value}")
+        if value > MOST:
+            raise DataError(f"{option} must be at most {MOST}, received {value}")
 
 
 def new_statistics(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.angles.job import counted
-from normgeo.angles.measure import measure_angles
+from normgeo.angles.measure import check_numbers, measure_angles
 from normgeo.cards import EMBEDDED
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.outputs import agreements
@@ -153,11 +153,9 @@ def compare(
         raise NormGeoError(f"compare takes models by name, as {{'a': model, 'b': other}}, not a {kind}")
     if unnamed := [name for name in models if not isinstance(name, str)]:
         raise NormGeoError(f"compare takes models by name, and names are words; received {unnamed[0]!r}")
-    if len(models) < 2 or rounds < 0 or null < 0:
-        raise NormGeoError(
-            f"a comparison takes at least two models, and no number below 0; received {len(models)} models, "
-            f"{rounds} rounds, {null} random directions"
-        )
+    if len(models) < 2:
+        raise NormGeoError(f"a comparison takes at least two models, received {len(models)}")
+    check_numbers(tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed)
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     for model in models.values():
         check_context(model, source.context)
@@ -302,16 +300,15 @@ def compare_run(
         NormGeoError: whatever is wrong with a model, the data or a number.
     """
     _check_writable(out)
-    for name, value, least in (("tokens", n_tokens, 1), ("context", context, 1), ("batch", batch, 1), ("null", null, 0),
-                               ("rounds", rounds, 0), ("seed", seed, 0)):  # fmt: skip
-        if value is not None and value < least:
-            raise NormGeoError(f"--{name} must be at least {least}, received {value}")
+    check_numbers(tokens=n_tokens, context=context, batch=batch, null=null, rounds=rounds, seed=seed)
     device = usable_device(device)
     local = [name in EMBEDDED or Path(name).is_dir() for name in (a, b)]
     revisions = [None if here and not all(local) else revision for here in local]
     named = list(zip(_labels(a, b), (a, b), revisions, strict=True))
     options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
     models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
+    for model in models.values():
+        check_context(model, context or 1)
     data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
     is_ids = holds_ids(data)
