@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from normgeo.store.reader import HiddenStateStore
     from normgeo.stream import Sink, observe
     from normgeo.tokens import TokenStream, load_tokens
+    from normgeo.wrapping import wrap
 
 __all__ = [
     "AngleTable",
@@ -52,6 +53,7 @@ __all__ = [
     "optimize",
     "standardize",
     "uniform_vector",
+    "wrap",
 ]
 
 _HOME = {
@@ -82,6 +84,7 @@ _HOME = {
     "observe": "stream",
     "TokenStream": "tokens",
     "load_tokens": "tokens",
+    "wrap": "wrapping",
 }
 
 

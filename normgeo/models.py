@@ -181,7 +181,8 @@ def check_model(model: Any) -> None:
     if within is None and hasattr(model, "main_input_name"):
         _check_adapters(model)
         return
-    give = f"the model within, its .{within}" if within else "what load_model returns"
+    own = "what load_model returns, or a module of your own as normgeo.wrap makes one of it"
+    give = f"the model within, its .{within}" if within else own
     raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
 
 

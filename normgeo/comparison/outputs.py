@@ -31,14 +31,14 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
     """What a model gives for each token, and whether that is its logits or its last hidden states."""
     with torch.inference_mode(), own_errors(model), in_memory(model, batch):
         result = forward(model, batch, vocabulary(model))
-    kind = next((k for k in ("logits", "last_hidden_state") if isinstance(getattr(result, k, None), Tensor)), None)
+    kind = next((k for k in ("logits", "last_hidden_state") if isinstance(_part(result, k), Tensor)), None)
     if kind is None:
         given = ", ".join(result) if isinstance(result, Mapping) else type(result).__name__
         raise ModelError(
             f"{name} ({type(model).__name__}) gives neither logits nor a last hidden state to compare, but {given}; "
             "load it as a class that does"
         )
-    value = getattr(result, kind)
+    value = _part(result, kind)
     if value.ndim == 2:  # scores of tokens, one each, or of whole contexts: as if each were one position
         value = value[..., None] if value.shape == batch.ids.shape and _by_token(model, batch, kind) else value[:, None]
     if not torch.isfinite(value).all():
@@ -55,7 +55,11 @@ def _by_token(model: PreTrainedModel, batch: TokenBatch, kind: str) -> bool:
     """Whether scores are one for each token, and not classes of the whole: of fewer tokens there are fewer."""
     ids = batch.ids[:1, :-1] if batch.ids.shape[1] > 1 else np.repeat(batch.ids[:1], 2, axis=1)
     with torch.inference_mode(), own_errors(model):
-        return getattr(forward(model, TokenBatch(ids, ids, 0), vocabulary(model)), kind).shape == ids.shape
+        return _part(forward(model, TokenBatch(ids, ids, 0), vocabulary(model)), kind).shape == ids.shape
+
+
+def _part(result: Any, kind: str) -> Any:
+    return result.get(kind) if isinstance(result, Mapping) else getattr(result, kind, None)
 
 
 def _predicts(name: str, model: PreTrainedModel, batch: TokenBatch) -> bool:
