@@ -164,6 +164,8 @@ def _parser(name: str | None, helps: bool = True) -> argparse.ArgumentParser:
         "n_tokens": "tokens to measure without --run [default: all]",
     }
     depends = said if name is None else {k: text or said[k] for k, text in options_of(name).items()}
+    if "run" not in depends and "n_tokens" in depends:
+        depends["n_tokens"] = depends["n_tokens"].replace(" without --run", "")
     told = {option: depends.get(option, argparse.SUPPRESS) for option in FLAGS}  # given all the same it is refused
     parser.add_argument("--run", type=Path, action="append", metavar="PATH", help=told["run"])
     parser.add_argument("--tokens", type=int, dest="n_tokens", metavar="N", help=told["n_tokens"])

@@ -86,6 +86,8 @@ def usable_device(name: str) -> str:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
         why = str(error).splitlines()[0].rstrip(".")
+        if "device type at start of device string" in why:  # and a list of all that torch has ever had
+            raise ModelError(f"there is no device {device!r}; give auto, cpu, cuda, cuda:1, mps ...") from error
         raise ModelError(f"cannot use the device {device!r}: {why}; give one that this machine has, as cpu") from error
     return device
 

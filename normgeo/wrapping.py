@@ -69,5 +69,7 @@ def wrap(module: nn.Module, embeddings: str | None = None, context: int | None =
         there = f"its tables are {', '.join(tables)}" if tables else "it has no nn.Embedding"
         raise ModelError(f"{type(module).__name__} has no table of token embeddings {embeddings or ''}: {there}")
     sizes: dict[str, Any] = {"vocab_size": table.num_embeddings, "hidden_size": table.embedding_dim}
-    config = PretrainedConfig(**sizes, **({} if context is None else {"max_position_embeddings": context}))
+    if context is not None:
+        sizes["max_position_embeddings"] = context
+    config = PretrainedConfig(**sizes)
     return Wrapped(config, module, table).train(module.training)

@@ -49,7 +49,7 @@ def unmeasured(monkeypatch):
             ("norms", "--device", "meta"),
             "cannot use the device 'meta': Tensor.item() cannot be called on meta tensors;",
         ),
-        (("norms", "--device", "abacus"), "cannot use the device 'abacus'"),
+        (("norms", "--device", "abacus"), "there is no device 'abacus'"),
         (("norms", "--shapes", "1x9x8,1x99999999x99999999"), "the shape 1x99999999x99999999 does not fit into memory;"),
         (("norms", "--shapes", f"1x{10**25}x8"), f"the shape 1x{10**25}x8 does not fit into memory; give smaller"),
         (("norms", "--shapes", "1x2x9,1x2x2,1x2x1"), "less has no LayerNorm to compare with; received 1x2x2, 1x2x1"),

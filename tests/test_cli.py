@@ -191,7 +191,7 @@ def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(nor
         (("convert", "embedded-layernorm", "c", "--context", 100_000), "give --context 256"),
         (("convert", "embedded-layernorm", "c", "--context", 1), "--context must be at least 2, received 1"),
         (("convert", "embedded-layernorm", "c", "--dtype", "foo"), "no dtype 'foo'"),
-        (("convert", "embedded-layernorm", "c", "--device", "bar"), "cannot use the device 'bar'"),
+        (("convert", "embedded-layernorm", "c", "--device", "bar"), "there is no device 'bar'; give auto, cpu, cuda"),
         (("angles", "--resume", "odd"), "run.json is no record of a run"),
     ],
 )

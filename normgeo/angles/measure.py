@@ -88,6 +88,8 @@ class AngleTable:
             DataError: it is not there, or damaged.
         """
         folder = Path(folder)
+        if not folder.is_dir():
+            raise DataError(f"there is no directory {folder}; give that of a finished run")
         for name in ("angles.parquet", "sinks.parquet"):
             if not (folder / name).is_file():
                 raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
@@ -355,7 +357,7 @@ def measure_angles(
         n_tokens: exactly so many tokens; None takes all.
         batch: contexts that go through the model together.
         null: number of random directions in the null ensemble.
-        null_every: the null ensemble meets one token in so many (1: all of them).
+        null_every: the null ensemble meets about one token in so many (1: all of them).
         seed: of the random directions.
         sites: a pattern for `select_sites`, or sites from `find_sites`; None is every site.
         qk: also the norms on the heads of queries and keys, where `sites` are not given themselves.

@@ -51,7 +51,7 @@ def angles(
     ] = None,
     null_every: Annotated[
         int | None,
-        typer.Option(help="The null ensemble meets one token in so many.", show_default="16, or the store's"),
+        typer.Option(help="The null ensemble meets about one token in so many.", show_default="16, or the store's"),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random directions.", show_default="0, or the store's")

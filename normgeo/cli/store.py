@@ -27,7 +27,7 @@ def capture(
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
     device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
     null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
-    null_every: Annotated[int, typer.Option(help="The null ensemble meets one token in so many.")] = 16,
+    null_every: Annotated[int, typer.Option(help="The null ensemble meets about one token in so many.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
     qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
     chunk_mib: Annotated[int, typer.Option(help="Largest chunk, in MiB.")] = 16,
