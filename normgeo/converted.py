@@ -81,11 +81,19 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     norms, unless their activation is neither ReLU nor GELU: they are told that it is not.
     """
     old = model.get_submodule(name)
+    _unnest(model, old)
     for parent in list(model.modules()):
         for child in [key for key, value in parent._modules.items() if value is old]:
             setattr(parent, child, module)
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
+
+
+def _unnest(model: nn.Module, inside: nn.Module) -> None:
+    """Have torch's encoders around a module hand on padding as it is, not nested tensors, in which it becomes zero."""
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(inside is module for module in encoder.modules()):
+            encoder.use_nested_tensor = False
 
 
 def replaced(values: Any, index: int, new: Any) -> Any:
@@ -149,6 +157,7 @@ def recenter_at(
     would be used for it as well, for it tells modules apart by their types and not by their hooks.
     """
     where = model.get_submodule(module)
+    _unnest(model, where)
     if not is_parametrized(where):  # that has a class of its own already, and takes it back
         where.__class__ = _kind(type(where), f"{side} {argument} {mode}")
     if side == "input":

@@ -136,18 +136,22 @@ def _saved_texts(path: Path, _: Opened) -> Iterator[str]:
     import datasets
 
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(part.name for part in path.iterdir() if part.is_dir())
-        raise DataError(f"{path} holds a data set in parts, {', '.join(splits)}; give one, as {path / splits[0]}")
+        splits = [part for part in sorted(path.iterdir()) if part.is_dir()]
+        names, one = ", ".join(part.name for part in splits), "".join(f", as {part}" for part in splits[:1])
+        raise DataError(f"{path} holds a data set in parts, {names}; give one{one}")
     if not (path / "state.json").is_file():
         raise DataError(f"{path} is a directory without a saved data set; texts are {KINDS}, and token ids .npy")
     try:
+        if not json.loads((path / "state.json").read_text())["_data_files"]:
+            return  # there is no row, which `load_from_disk` trips over
         dataset: Any = datasets.load_from_disk(str(path))
     except OSError:
         raise
     except Exception as error:  # whatever arrow and JSON raise
         raise DataError(f"{path} is no readable data set of datasets' save_to_disk: {error}") from error
     _check_column(path, dataset.features.arrow_schema)
-    yield from (row["text"] for row in dataset.select_columns("text") if row["text"])
+    rows = dataset.with_format(None).select_columns("text")  # it may have been saved with that of tensors, or of pandas
+    yield from (row["text"] for row in rows if row["text"])
 
 
 def _check_column(path: Path, schema: Any) -> None:

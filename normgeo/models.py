@@ -240,7 +240,20 @@ def _double() -> Iterator[None]:
 
 
 DOUBLE = _OfAllThreads(_double)
-EAGER = _OfAllThreads(lambda: torch.compiler.set_stance("force_eager"))
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+EAGER = _OfAllThreads(_as_written)
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -249,7 +262,10 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """While inside, compiled models run as they are written: their hooks would be compiled too, some without an end."""
+    """While inside, compiled models run as they are written: their hooks would be compiled too, some without an end.
+
+    So do torch's encoders, which in evaluation call no modules, or give them nested tensors.
+    """
     return EAGER
 
 

@@ -273,7 +273,7 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
         raise DataError("an iterator can be read once, and tokens are read several times; give a list of what it has")
     if hasattr(data, "columns"):
         raise DataError(f"received a {type(data).__name__}; give its column of text, or of token ids, alone")
-    if isinstance(data, Mapping) and all(hasattr(part, "features") for part in data.values()):
+    if isinstance(data, Mapping) and data and all(hasattr(part, "features") for part in data.values()):
         raise DataError(
             f"received the parts {', '.join(map(str, data))} of a data set; give one, as data[{next(iter(data))!r}]"
         )

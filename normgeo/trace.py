@@ -37,7 +37,8 @@ class Call:
             in the branch.
         scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
         by_torch: whether that was by a function of torch's.
-        crosses: whether a function of torch's that has the matrices weighed tokens for others than them.
+        crosses: whether a function of torch's that has the matrices weighed what the call around it was given as well,
+            behind its first argument.
         reads: the memory of its inputs, and of what they are casts or copies of.
     """
 
@@ -159,8 +160,16 @@ class _Functions(TorchFunctionMode):
             if owner is not None:
                 owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
                 if name == "multi_head_attention_forward":
-                    owner.crosses = _storage(args[0]) != _storage(args[1])
+                    owner.crosses = self._given(_storage(args[2]), owner)
         return out
+
+    def _given(self, memory: int, owner: Call) -> bool:
+        """Whether a call around this one was given that memory, but not as what comes first."""
+        for call in reversed(self.running[: self.running.index(owner)]):
+            given = [_storage(x) for x in call.inputs]
+            if memory in given:
+                return memory != given[0]
+        return False
 
     def _scores(self, x: Tensor) -> bool:
         square = x.ndim > 1 and x.shape[-1] > 1 and x.shape[-1] - x.shape[-2] in (0, 1)  # 1: a sink

@@ -60,6 +60,22 @@ def test_a_saved_data_set_has_its_texts_and_a_digest_of_its_own(saved, tmp_path,
     assert digest_of(saved) == digest_of(tmp_path / "again") != digest_of(tmp_path / "less")
 
 
+@pytest.mark.parametrize("kind", ["pandas", "arrow", "torch", "numpy"])
+@pytest.mark.parametrize("columns", [None, ["n"]])
+def test_the_format_that_a_data_set_was_saved_with_is_not_asked(kind, columns, saved, tmp_path):
+    formatted = datasets.load_from_disk(saved).with_format(kind, columns=columns)
+    formatted.save_to_disk(tmp_path / "formatted")
+    assert list(read_documents(tmp_path / "formatted")) == TEXTS
+
+
+def test_a_saved_data_set_without_rows_has_no_text(tmp_path, tokenizer):
+    datasets.Dataset.from_dict({"text": []}, datasets.Features(text=datasets.Value("string"))).save_to_disk(
+        tmp_path / "e"
+    )
+    with pytest.raises(DataError, match="e has no text in it"):
+        load_tokens(tmp_path / "e", tokenizer, 8)
+
+
 def test_what_is_no_saved_data_set_of_texts_is_refused(saved, tmp_path):
     datasets.DatasetDict({name: datasets.load_from_disk(saved) for name in ("test", "train")}).save_to_disk(
         tmp_path / "parts"

@@ -262,12 +262,6 @@ def test_an_attention_is_known_by_what_it_does(mixing):
     assert places(Own(Layer(mixing), Layer(mixing))) == SEQUENTIAL
 
 
-def test_attention_to_others_is_cross_attention():
-    layer = nn.TransformerDecoderLayer(D, 2, 8, norm_first=True, batch_first=True)
-    layer.forward = lambda x, _: nn.TransformerDecoderLayer.forward(layer, x, x[:, :3] + 1)
-    assert places(Own(layer))[:3] == [("attention", 0), ("cross_attention", 0), ("mlp", 0)]
-
-
 def test_norms_behind_attentions_are_not_within_one():
     of_one = ["post_attention", "post_attention", "post_mlp"]
     assert places(Own(Sums(), Sums())) == [(role, layer) for layer in (0, 1) for role in of_one] + [("final", 2)]

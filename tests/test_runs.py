@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -369,20 +368,3 @@ def test_a_failed_start_leaves_what_was_there(made, tmp_path, monkeypatch):
     (tmp_path / "ids.npy").unlink()
     assert not [path for path in tmp_path.rglob("*") if path.name != "run"]
     assert (tmp_path / "run").is_dir()
-
-
-def test_what_was_measured_before_a_model_that_cannot_be_is_written(tmp_path, no_figures):
-    """And is a run that analyses take; the other model may be mended meanwhile."""
-    tiny("vit").save_pretrained(tmp_path / "other")
-    config = RunConfig(("embedded-rmsnorm", str(tmp_path / "other")), "sample", 300, null=4, context=64, device="cpu")
-    out = tmp_path / "run"
-    with pytest.raises(RunError, match=r"other: .* pixel_values.*; the results of embedded-rmsnorm are in .*--resume"):
-        start_run(config, out, progress=False)
-    assert AngleTable.load(out).frame.model.unique().tolist() == ["embedded-rmsnorm"]
-    assert "embedded-rmsnorm" in (out / "report.html").read_text()
-    shutil.rmtree(tmp_path / "other")
-    load_model("embedded-layernorm").save_pretrained(tmp_path / "other")
-    load_tokenizer("embedded-layernorm").save_pretrained(tmp_path / "other")
-    table = resume_run(out, progress=False)
-    assert table.frame.model.unique().tolist() == ["embedded-rmsnorm", "other"]
-    assert json.loads((out / "run.json").read_text())["status"] == "complete"

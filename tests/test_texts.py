@@ -57,6 +57,7 @@ def test_where_one_text_ends_is_part_of_what_texts_are(tokenizer):
         ([{"text": TEXTS[0]}, {"body": "a"}], "text 1 should be a string"),
         (["", " "], "has no text in it"),
         ([], "must be a non-empty"),
+        ({}, "received a dict with"),
     ],
 )
 def test_what_are_no_texts_is_said(tokenizer, given, said):

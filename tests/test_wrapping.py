@@ -1,6 +1,7 @@
 """Modules of one's own as models: written as research code is, without a configuration or a base class."""
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from normgeo import compare, convert, find_sites, measure_angles, optimize, wrap
 from normgeo.converted import rebuild
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import ConversionError, ModelError, NormGeoError
 
 D, VOCABULARY = 32, 96
 
@@ -128,6 +129,92 @@ def test_outputs_by_name_are_taken_as_they_are(gpt):
     pair = {"one": wrapped(named), "other": wrapped(gpt)}
     assert compare(pair, IDS, null=0, rounds=0, progress=False).frame.top1.min() == 1
     assert convert(pair["one"]).certificate.passed
+
+
+class Giving(nn.Module):
+    """What research code gives: more than logits, in any order, or hidden states alone."""
+
+    def __init__(self, gpt, what):
+        super().__init__()
+        self.gpt, self.what = gpt, what
+
+    def forward(self, idx):
+        hidden = []
+        handle = self.gpt.final.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+        logits = self.gpt(idx)[0]
+        handle.remove()
+        return self.what(logits, hidden[0])
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (lambda logits, x: logits, ["logits"]), (lambda logits, x: (logits.mean(), logits), ["logits", "output_0"]),
+        (lambda logits, x: (None, logits), ["logits", "output_0"]), (lambda logits, x: x, ["last_hidden_state"]),
+        (lambda logits, x: [logits, x], ["logits", "last_hidden_state"]),
+        (lambda logits, x: (logits, logits), ["logits", "output_1"]),
+        (lambda logits, x: Output(logits.mean(), logits), ["loss", "logits"]),
+    ],
+)  # fmt: skip
+def test_everything_that_it_gives_is_an_output(gpt, what, names):
+    model = wrap(Giving(gpt, what), "gpt.tokens", context=64)
+    with torch.no_grad():
+        assert list(model(torch.from_numpy(IDS))) == names
+    pair = {"one": model, "other": model}
+    assert compare(pair, IDS, null=0, rounds=0, progress=False).frame.output.iloc[0] in names[:2]
+    if "last_hidden_state" in names:  # whose mean everybody sees
+        with pytest.raises(ConversionError, match="is read by"):
+            convert(model)
+    else:
+        assert len(convert(model).replaced) == 5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_is_used_as_it_is(gpt, training):
+    gpt.train(training)
+    gpt.blocks[0].eval()
+    modes = [module.training for module in gpt.modules()]
+    model = wrap(gpt)
+    assert [module.training for module in gpt.modules()] == modes
+    assert model.training == training
+    assert model.get_input_embeddings() is gpt.tokens  # which is not its first table
+    assert not [hook for module in gpt.modules() for hook in module._forward_pre_hooks]
+
+
+class Masked(nn.Module):
+    """torch's encoder as it comes: Post-LN, with nested tensors of what is not padding."""
+
+    def __init__(self, norm_first):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 4, 64, batch_first=True, norm_first=norm_first)
+        self.tokens, self.encoder = nn.Embedding(VOCABULARY, D), nn.TransformerEncoder(layer, 2, nn.LayerNorm(D))
+        self.head = nn.Linear(D, 5)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.tokens(ids), src_key_padding_mask=ids == 0))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested.tensor")
+@pytest.mark.parametrize(("norm_first", "replaced"), [(True, 5), (False, 1)])
+@pytest.mark.parametrize("how", [{}, {"trainable": True}])
+def test_an_encoder_that_leaves_out_padding_is_measured_and_converted(norm_first, replaced, how):
+    torch.manual_seed(0)
+    module = zoo.perturb(Masked(norm_first).eval())
+    ids = np.where(np.arange(20) < [[20], [13], [7], [16]], IDS % (VOCABULARY - 1) + 1, 0)
+    frame = measure_angles(wrap(module), ids + 0, null=0, progress=False).frame
+    assert frame.n_tokens.max() == ids.size
+    conversion = convert(wrap(module), **how)
+    assert len(conversion.replaced) == replaced
+    with torch.no_grad():
+        ours, theirs = (m(torch.from_numpy(ids)) for m in (conversion.model.module, module))
+    assert float((ours - theirs)[torch.from_numpy(ids > 0)].abs().max()) < 1e-5
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_what_cannot_be_wrapped_is_said(gpt):

@@ -13,6 +13,7 @@ import hashlib
 import json
 import platform
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -125,7 +126,9 @@ def _execute(
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
 ) -> AngleTable:
-    """Run every model, committing as it goes, then write tables, verdict and figures: also of those before one fails.
+    """Run every model, committing as it goes, then write tables, verdict and figures.
+
+    A model that fails when another was measured before it is left out, and said at the end.
 
     Args:
         config: what to run.
@@ -135,6 +138,7 @@ def _execute(
         progress: show a progress bar.
     """
     tables: dict[str, AngleTable] = {}
+    failed: list[tuple[str, NormGeoError]] = []
 
     def write() -> AngleTable:
         table = AngleTable.concatenated(list(tables.values()))
@@ -143,27 +147,50 @@ def _execute(
 
     for name in config.models:
         try:
-            job = prepare(config, name, before=record["models"].get(name))
-            if record["status"] == "new":  # only now is it known that the model and the data exist
-                record |= new_record(config)
-            check_same(record["models"].setdefault(name, job.about), job.about, out)
-            with disk_explained(out):
-                (out / "state").mkdir(parents=True, exist_ok=True)
-                write_json(out / "run.json", record)
-                statistics = _measure(config, job, out, announce, progress)
-            tables[name] = AngleTable.from_statistics(statistics, job.label)
-            del job, statistics  # of a model at a time there is room for the parameters
+            tables[name] = _measured(config, name, out, record, announce, progress)
         except NormGeoError as error:
             if not tables or is_full(error):
                 raise
-            with disk_explained(out):
-                write()
-            done = f"the results of {', '.join(map(label_of, tables))} are in {out}, and --resume goes on from there"
-            raise RunError(f"{name}: {error}; {done}") from error
+            failed.append((name, error))
+            _forget(error)
+            if not _state(out, name).is_file():  # it may be another one when it is tried again
+                record["models"].pop(name, None)
     with disk_explained(out):
         table = write()
-        write_json(out / "run.json", record | {"status": "complete", "finished": now()})
-    return table
+        if not failed:
+            write_json(out / "run.json", record | {"status": "complete", "finished": now()})
+            return table
+        write_json(out / "run.json", record)
+    said = "; ".join(f"{name}: {error}" for name, error in failed)
+    done = ", ".join(map(label_of, tables))
+    raise RunError(f"{said}; the results of {done} are in {out}; --resume tries again what failed") from failed[0][1]
+
+
+def _measured(
+    config: RunConfig, name: str, out: Path, record: dict[str, Any], announce: Callable[[str], None], progress: bool
+) -> AngleTable:
+    """The table of one model, which is gone then: there is room for the parameters of one at a time."""
+    job = prepare(config, name, before=record["models"].get(name))
+    if record["status"] == "new":  # only now is it known that the model and the data exist
+        record |= new_record(config)
+    check_same(record["models"].setdefault(name, job.about), job.about, out)
+    with disk_explained(out):
+        (out / "state").mkdir(parents=True, exist_ok=True)
+        write_json(out / "run.json", record)
+        statistics = _measure(config, job, out, announce, progress)
+    return AngleTable.from_statistics(statistics, job.label)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what an error that is kept holds: the model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _state(out: Path, name: str) -> Path:
+    """Where the statistics of a model so far are."""
+    return out / "state" / f"{safe_name(label_of(name))}.safetensors"
 
 
 def write_results(table: AngleTable, out: Path, about: Iterable[Mapping[str, Any]]) -> list[Path]:
@@ -211,7 +238,7 @@ def _measure(
     statistics = new_statistics(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
-    path = out / "state" / f"{safe_name(job.label)}.safetensors"
+    path = _state(out, job.about["model"])
     done, chain = _restore(path, statistics)
     if done >= job.n_tokens:
         return statistics

@@ -256,6 +256,7 @@ def _moved_up(folder: Path) -> None:
     if any(path != folder and path.name != LOCK for path in folder.parent.iterdir()):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     with ExitStack() as back:
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):  # without it nothing loads
+        # without these nothing is loaded, or taken for whole
+        for path in sorted(folder.iterdir(), key=lambda path: path.name in ("config.json", "run.json")):
             back.callback(path.rename(folder.with_name(path.name)).rename, path)
         back.pop_all()
