@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
-from normgeo.errors import NormGeoError, RunError
+from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import HUB, name_of
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
@@ -67,7 +67,7 @@ class RunConfig:
         """
         try:
             return cls(**record | {"models": tuple(record["models"])})
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, DataError) as error:
             raise unreadable(where, error, "start again in another directory") from error
 
     def consented(self, trust_remote_code: bool, where: Path | str) -> RunConfig:
