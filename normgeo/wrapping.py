@@ -84,7 +84,8 @@ def wrap(module: nn.Module, embeddings: str | None = None, context: int | None =
     name = _read(module, tables) if embeddings is None else embeddings
     if name is None or name not in tables:
         there = f"its tables are {', '.join(tables)}" if tables else "it has no nn.Embedding"
-        raise ModelError(f"{type(module).__name__} has no table of token embeddings {embeddings or ''}: {there}")
+        called = "" if embeddings is None else f" {embeddings}"
+        raise ModelError(f"{type(module).__name__} has no table of token embeddings{called}: {there}")
     table = tables[name]
     sizes: dict[str, Any] = {"vocab_size": table.num_embeddings, "hidden_size": table.embedding_dim}
     if context is not None:

@@ -1,12 +1,15 @@
 """What is said of a full disk is so, at whatever moment it is full: it can be resumed, or nothing was left behind."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 from training_zoo import articles, small
 
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import RunError
+from normgeo.system.folders import nothing_left, whole_directory
 from normgeo.training import checkpoint_angles
 from normgeo.training.checkpoint_angles import resume_checkpoints, start_checkpoints
 from normgeo.training.runs import TrainConfig, resume_training, start_training
@@ -63,3 +66,23 @@ def test_what_is_said_is_so(what, twin, tmp_path, full_disk):
         assert json.loads((out / RECORD[what]).read_text())["status"] == "complete"
     assert n < 99
     assert set(said) == {True, False}
+
+
+@pytest.mark.parametrize(
+    "inside", [lambda out: nothing_left(out, lambda _: False), lambda out: whole_directory(out / "new")]
+)
+def test_what_cannot_be_removed_does_not_hide_why_it_should_be(inside, tmp_path, monkeypatch):
+    """As on a disk that can no longer be written."""
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def fails():
+        with inside(tmp_path):
+            (tmp_path / "file").write_text("begun")
+            for name in ("unlink", "rmdir"):
+                monkeypatch.setattr(Path, name, refused)
+            raise RunError("the reason")
+
+    with pytest.raises(RunError, match="the reason"):
+        fails()

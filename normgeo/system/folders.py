@@ -132,7 +132,8 @@ def nothing_left(out: Path, begun: Callable[[NormGeoError], bool]) -> Iterator[N
     except NormGeoError as error:
         if begun(error):
             raise
-        _emptied(out)
+        with suppress(OSError):  # it would hide what is wrong
+            _emptied(out)
         if is_full(error):
             again = "nothing was left behind: make space and give the same command again"
             raise RunError(f"the disk of {out} is full; {again}") from error
@@ -222,7 +223,7 @@ def _scratch(home: Path, name: str, *, fixed: bool) -> Iterator[Path]:
     finally:
         if lock is not None:
             os.close(lock)
-        if scratch.exists():
+        with suppress(OSError):  # it is renamed by now, or it would hide what is wrong
             _emptied(scratch)
             scratch.rmdir()
 
