@@ -1,4 +1,4 @@
-"""Texts of files: .jsonl and .txt, which gzip may have compressed, .parquet, and data sets that were saved to disk."""
+"""Texts of files, and of directories of them: .jsonl, .txt, .parquet, and data sets that were saved to disk."""
 
 from __future__ import annotations
 
@@ -11,48 +11,92 @@ from pathlib import Path
 from typing import Any
 
 from normgeo.errors import DataError
-from normgeo.hub import HUB
+from normgeo.hub import FORM, HUB
 
-__all__ = ["KINDS", "digest_of", "read_documents"]
+__all__ = ["KINDS", "TEXT", "digest_of", "located", "read_documents"]
 
-KINDS = ".jsonl or .txt (.gz too), .parquet, or a directory of datasets' save_to_disk"
+KINDS = ".jsonl or .txt (.gz too), .parquet, or a directory of these or of datasets' save_to_disk"
 """What texts can be in, in words."""
 
+TEXT = "text"
+"""The column that text is in, or the key, where none is named."""
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The texts of a file, or of a data set that was saved to a directory.
 
-    That is the "text" of each line of .jsonl, the column "text" of .parquet or of the data set, or all of a .txt.
+def located(data: str | Path) -> tuple[Path, str]:
+    """The file or directory that texts are in, and their column: PATH, or PATH:COLUMN.
+
+    >>> located("articles.parquet:body")
+    (PosixPath('articles.parquet'), 'body')
+    """
+    path = Path(data)
+    if ":" not in path.name or path.exists():
+        return path, TEXT
+    name, _, column = str(data).rpartition(":")
+    return Path(name), column
+
+
+def read_documents(data: str | Path) -> Iterator[str]:
+    """The texts of a file, of the files in a directory by their names' order, or of a data set that was saved to one.
+
+    That is the "text" of each line of .jsonl, the column "text" of .parquet or of the data set, or all of a .txt; with
+    PATH:COLUMN another column, or key.
 
     Raises:
         DataError: it is missing, damaged, of another format, or without the text it should have.
     """
+    path, column = located(data)
     if not path.exists():
-        raise DataError(f"no such data file: {path}; give the path of one, or sample, {', '.join(HUB)}")
-    reader, opened = _reader(path)
+        raise DataError(f"no such data file: {path}; give the path of one, or {', '.join(('sample', *HUB))}, or {FORM}")
+    for part in _parts(path):
+        yield from _read(part, column)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a directory that texts can be in, or what is given itself: a file, or a saved data set."""
+    if not path.is_dir() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return [path]
+    found = [file for file in sorted(path.rglob("*")) if holds_texts(file) and not file.is_dir()]
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not found:
+        raise DataError(f"{path} is a directory with no texts in it; they are {KINDS}, and token ids .npy")
+    return found
+
+
+def holds_texts(path: Path) -> bool:
+    """Whether a file of this name holds texts."""
+    return _reader_of(path) is not None
+
+
+def _read(path: Path, column: str) -> Iterator[str]:
+    reader, opened = _opener(path)
     try:
-        yield from reader(path, opened)
+        yield from reader(path, opened, column)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is damaged, or not compressed with gzip: {error}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def digest_of(path: Path) -> str:
-    """sha256 of a file, or over those of the files that a saved data set is in.
+def digest_of(data: str | Path) -> str:
+    """sha256 of a file, or over those of the files that a directory or a saved data set is in; and the column.
 
     Raises:
         DataError: one cannot be read.
     """
+    path, column = located(data)
     try:
-        if not path.is_dir():
-            return _file_digest(path)
-        digest = hashlib.sha256()
-        for part in json.loads((path / "state.json").read_text())["_data_files"]:
-            digest.update(_file_digest(path / part["filename"]).encode())
-        return digest.hexdigest()
+        digests = [_file_digest(file) for part in _parts(path) for file in _files(part)]
     except OSError as error:
         raise _unreadable(path, error) from error
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
+    return digest if column == TEXT else f"{digest}:{column}"
+
+
+def _files(path: Path) -> list[Path]:
+    """Where the bytes are."""
+    if not path.is_dir():
+        return [path]
+    return [path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]]
 
 
 def _file_digest(path: Path) -> str:
@@ -67,32 +111,43 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 Opened = Callable[[], Any]
 """Opens a file whose bytes are read."""
 
-Reader = Callable[[Path, Opened], Iterator[str]]
+Reader = Callable[[Path, Opened, str], Iterator[str]]
 
 
-def _reader(path: Path) -> tuple[Reader, Opened]:
+def _opener(path: Path) -> tuple[Reader, Opened]:
     """What reads texts of this kind, and what opens the file for it."""
     if path.is_dir():
         return _saved_texts, lambda: path.open("rb")
-    plain = path.with_suffix("") if (packed := path.suffix.lower() == ".gz") else path
-    readers: dict[str, Reader] = {".txt": _whole_text, ".jsonl": _lines} | ({} if packed else {".parquet": _parquet})
-    if reader := readers.get(plain.suffix.lower()):
+    packed = path.suffix.lower() == ".gz"
+    if reader := _reader_of(path):
         return reader, (lambda: gzip.open(path)) if packed else (lambda: path.open("rb"))
     suffix = "".join(path.suffixes[-2:]) if packed else path.suffix
     raise DataError(f"unknown data format {suffix or '(no suffix)'!r} of {path}; texts are {KINDS}, and token ids .npy")
 
 
-def _whole_text(path: Path, opened: Opened) -> Iterator[str]:
+def _reader_of(path: Path) -> Reader | None:
+    plain, packed = path, path.suffix.lower() == ".gz"
+    readers: dict[str, Reader] = {".txt": _whole_text, ".jsonl": _lines}
+    if packed:
+        plain = path.with_suffix("")
+    else:
+        readers[".parquet"] = _parquet
+    return readers.get(plain.suffix.lower())
+
+
+def _whole_text(path: Path, opened: Opened, column: str) -> Iterator[str]:
+    if column != TEXT:
+        raise DataError(f"{path} is text as a whole, and has no column {column!r}; leave out :{column}")
     with opened() as file:
         yield _decoded(file.read(), path).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _lines(path: Path, opened: Opened) -> Iterator[str]:
+def _lines(path: Path, opened: Opened, column: str) -> Iterator[str]:
     with opened() as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
             if (text := _decoded(line, where)).strip():
-                yield _text_of(text, where)
+                yield _text_of(text, where, column)
 
 
 def _decoded(content: bytes, where: str | Path) -> str:
@@ -104,13 +159,14 @@ def _decoded(content: bytes, where: str | Path) -> str:
         raise DataError(f"{where} is no text in UTF-8 ({wrong}); convert it, as with iconv -t UTF-8") from error
 
 
-def _text_of(line: str, where: str) -> str:
+def _text_of(line: str, where: str, column: str) -> str:
     try:
-        text = json.loads(line)["text"]
+        row = json.loads(line)
+        text = row[column]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{where}: expected an object with a "text", received {line[:60]!r}') from error
+        raise DataError(f'{where}: expected an object with a "{column}", received {line[:60]!r}') from error
     if not isinstance(text, str):
-        raise DataError(f'{where}: "text" should be a string, received {type(text).__name__}')
+        raise DataError(f'{where}: "{column}" should be a string, received {type(text).__name__}')
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
@@ -119,28 +175,26 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def _parquet(path: Path, _: Opened) -> Iterator[str]:
+def _parquet(path: Path, _: Opened, column: str) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow)
-            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+            _check_column(path, file.schema_arrow, column)
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
     except pa.ArrowInvalid as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _saved_texts(path: Path, _: Opened) -> Iterator[str]:
+def _saved_texts(path: Path, _: Opened, column: str) -> Iterator[str]:
     import datasets
 
     if (path / "dataset_dict.json").is_file():
         splits = [part for part in sorted(path.iterdir()) if part.is_dir()]
         names, one = ", ".join(part.name for part in splits), "".join(f", as {part}" for part in splits[:1])
         raise DataError(f"{path} holds a data set in parts, {names}; give one{one}")
-    if not (path / "state.json").is_file():
-        raise DataError(f"{path} is a directory without a saved data set; texts are {KINDS}, and token ids .npy")
     try:
         if not json.loads((path / "state.json").read_text())["_data_files"]:
             return  # there is no row, which `load_from_disk` trips over
@@ -149,18 +203,18 @@ def _saved_texts(path: Path, _: Opened) -> Iterator[str]:
         raise
     except Exception as error:  # whatever arrow and JSON raise
         raise DataError(f"{path} is no readable data set of datasets' save_to_disk: {error}") from error
-    _check_column(path, dataset.features.arrow_schema)
-    rows = dataset.with_format(None).select_columns("text")  # it may have been saved with that of tensors, or of pandas
-    yield from (row["text"] for row in rows if row["text"])
+    _check_column(path, dataset.features.arrow_schema, column)
+    rows = dataset.with_format(None).select_columns(column)  # it may have been saved with that of tensors, or of pandas
+    yield from (row[column] for row in rows if row[column])
 
 
-def _check_column(path: Path, schema: Any) -> None:
+def _check_column(path: Path, schema: Any, column: str) -> None:
     import pyarrow as pa
 
-    if "text" not in schema.names:
-        raise DataError(f'{path} has no column "text"; its columns are {schema.names}')
-    kind = schema.field("text").type
+    if column not in schema.names:
+        raise DataError(f'{path} has no column "{column}"; its columns are {schema.names}: give it as PATH:COLUMN')
+    kind = schema.field(column).type
     if pa.types.is_dictionary(kind):  # what pandas calls a category
         kind = kind.value_type
     if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):  # null where there is no row
-        raise DataError(f'the column "text" of {path} should hold strings, and holds {kind}')
+        raise DataError(f'the column "{column}" of {path} should hold strings, and holds {kind}')

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from normgeo.documents import digest_of, read_documents
+from normgeo.documents import digest_of, holds_texts, located, read_documents
 from normgeo.errors import DataError
-from normgeo.hub import HUB, name_of, texts
+from normgeo.hub import HUB, HubText, texts
 from normgeo.packing import Context, Packed
 
-__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "holds_ids", "load_tokens"]
+__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "absolute", "holds_ids", "load_tokens", "on_hub"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 KEPT_TOKENS = 1 << 22
@@ -70,6 +70,7 @@ class TokenStream:
         n_tokens: how many tokens there are, where that is known before reading.
         marks: where text can be entered: the list that `Packed` reads and adds to.
         row: of an array of several rows how long these are: a context ends where its row does.
+        revision: of a data set that is read from the hub its commit.
     """
 
     contexts: Callable[[int], Iterator[Context]]
@@ -80,6 +81,7 @@ class TokenStream:
     n_tokens: int | None = None
     marks: list[tuple[int, int, int]] = field(default_factory=list)
     row: int | None = None
+    revision: str | None = None
 
     @classmethod
     def from_array(cls, ids: Any, *, context: int | None = None, source: str = "array") -> TokenStream:
@@ -226,21 +228,36 @@ def holds_ids(data: str | Path) -> bool:
     return Path(data).suffix.lower() == ".npy"
 
 
+def on_hub(data: str | Path) -> HubText | None:
+    """The data set on the hub that is named, where it is no path: nothing is there, nor would texts be called so."""
+    if str(data) not in HUB and ((path := located(data)[0]).exists() or holds_texts(path) or holds_ids(path)):
+        return None
+    return HubText.named(str(data))
+
+
+def absolute(data: str) -> str:
+    """The same for a process that works in another directory."""
+    here = data not in ("sample", *HUB) and located(data)[0].exists()
+    return str(Path(data).absolute()) if here else data
+
+
 def load_tokens(
     data: str | Path | Any,
     tokenizer: Any = None,
     context: int | None = None,
     exclude: Collection[str] = frozenset(),
+    revision: str | None = None,
 ) -> TokenStream:
     """Open a stream of tokens.
 
     Args:
-        data: "sample" (embedded, held-out Wikipedia text), "wikipedia" or "openwebtext" (streamed from the hub), a path
-            (of text, as `documents.KINDS` says, or .npy with ids), an array of ids whose rows are sequences, or texts:
-            a list of strings, or a data set whose rows have a "text".
+        data: "sample" (embedded, held-out Wikipedia text), "wikipedia", "openwebtext" or `hub.FORM` (streamed from the
+            hub), a path (of text, as `documents.KINDS` says, or .npy with ids), an array of ids whose rows are
+            sequences, or texts: a list of strings, or a data set whose rows have a "text".
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together (1024 for text; the row length for ids).
         exclude: documents to leave out, by their whole text.
+        revision: of a data set on the hub the commit to read; None is what it is at now.
 
     Raises:
         DataError: data that is missing, empty or of an unknown format, text without a tokenizer, or contexts of less
@@ -254,17 +271,14 @@ def load_tokens(
     if holds_ids(data):
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
     context = _length(context, 1024)
-    if data not in (*HUB, "sample"):
-        next(read_documents(Path(data)), None)  # a wrong path or format is said before anything else
-    if data in HUB:
-        name = str(data)
-        source, digest, documents = " ".join(HUB[name]), name_of(name), functools.partial(texts, name)
-    else:
-        path = SAMPLE if data == "sample" else Path(data)
-        source = "sample" if data == "sample" else str(path)
-        digest = digest_of(path)
-        documents = functools.partial(read_documents, path)
-    return _packed(documents, tokenizer, context, exclude, source, digest)
+    if hub := on_hub(data):
+        _check_tokenizer(tokenizer, hub.name)
+        hub = hub.pinned(revision)
+        packed = _packed(functools.partial(texts, hub), tokenizer, context, exclude, hub.name, hub.name)
+        return replace(packed, revision=hub.revision)
+    path = SAMPLE if data == "sample" else data
+    next(read_documents(path), None)  # a wrong path or format is said before anything else
+    return _packed(functools.partial(read_documents, path), tokenizer, context, exclude, str(data), digest_of(path))
 
 
 def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
@@ -309,14 +323,18 @@ def _packed(
     documents: Callable[[], Iterator[str]], tokenizer: Any, context: int, exclude: Collection[str], source: str,
     digest: str,
 ) -> TokenStream:  # fmt: skip
-    if tokenizer is None:
-        raise DataError(f"{source} cannot become tokens: the model has no tokenizer; give one, or token ids as .npy")
+    _check_tokenizer(tokenizer, source)
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
     packed = Packed(kept, tokenizer, context)
     if next(packed(), None) is None:
         raise DataError(f"{source} has no text in it{', beside what is left out' if exclude else ''}")
     packing = f"documents packed one after the other ({packed.between}), cut every {context} tokens, no padding"
     return TokenStream(packed, context, source, digest, packing, marks=packed.marks)
+
+
+def _check_tokenizer(tokenizer: Any, source: str) -> None:
+    if tokenizer is None:
+        raise DataError(f"{source} cannot become tokens: the model has no tokenizer; give one, or token ids as .npy")
 
 
 def _load_ids(path: Path) -> np.ndarray:

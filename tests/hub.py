@@ -4,9 +4,29 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+RUN = """
+import json, sys
+from matplotlib.figure import Figure
+from normgeo.cli.main import main
+Figure.savefig = lambda *_, **__: None  # which takes half the time of runs this small
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["normgeo", *words]
+    try:
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    print("status", status, flush=True)
+    print("---", file=sys.stderr, flush=True)
+"""
 
 
 def commit_of(repository, revision):
@@ -15,35 +35,46 @@ def commit_of(repository, revision):
 
 
 class Hub:
-    """A WSGI application that serves {repository: {revision: directory of what is checked out there}}."""
+    """A WSGI application that serves {repository: {revision: directory of what is checked out there}}.
+
+    A repository is a model's, ORG/NAME, or a data set's, datasets/ORG/NAME.
+    """
 
     def __init__(self, repositories):
         self.repositories = repositories
 
     def __call__(self, environ, start):
-        status, body, headers = self.answer(unquote(environ["PATH_INFO"]).lstrip("/"))
+        given = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        status, body, headers = self.answer(unquote(environ["PATH_INFO"]).lstrip("/"), given)
+        if status.startswith("200") and (asked := environ.get("HTTP_RANGE")):
+            first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            status, headers = "206 Partial Content", headers | {"Content-Range": f"bytes {first}-{last}/{len(body)}"}
+            body = body[first : last + 1]
         start(status, [("Content-Length", str(len(body))), *headers.items()])
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
 
-    def answer(self, path):
-        api, path = path.startswith("api/models/"), path.removeprefix("api/models/")
+    def answer(self, path, given):
+        api, path = path.startswith("api/"), path.removeprefix("api/").removeprefix("models/")
         repository = next((name for name in self.repositories if f"{path}/".startswith(f"{name}/")), None)
         if repository is None:
             return refusal("RepoNotFound")
         what, _, rest = path[len(repository) + 1 :].partition("/")
         if what == "refs":
             return in_json(self.refs(repository))
-        given, _, name = rest.partition("/")
+        asked, _, name = rest.partition("/")
         revisions = self.repositories[repository]
         named = {name: name for name in revisions} | {commit_of(repository, name): name for name in revisions}
-        revision = named.get(given if what in ("tree", "resolve", "revision") else "main")
+        revision = named.get(asked if what in ("tree", "paths-info", "resolve", "revision") else "main")
         if revision is None:
             return refusal("RevisionNotFound")
         folder = Path(revisions[revision])
         if api and what == "tree":
             return in_json(tree(folder, name)) if (folder / name).is_dir() else refusal("EntryNotFound")
+        if api and what == "paths-info":
+            names = [name for key, name in parse_qsl(given.decode()) if key == "paths"] or json.loads(given)["paths"]
+            return in_json([file for file in tree(folder, "") if file["path"] in names])
         if api:
-            files = [{"rfilename": file["path"]} for file in tree(folder, "")]
+            files = [{"rfilename": file["path"]} for file in tree(folder, "") if file["type"] == "file"]
             return in_json({"id": repository, "sha": commit_of(repository, revision), "siblings": files})
         if not (folder / name).is_file():
             return refusal("EntryNotFound")
@@ -61,10 +92,11 @@ class Hub:
 
 
 def tree(folder, below):
-    files = sorted(path for path in (folder / below).rglob("*") if path.is_file())
+    found = sorted((folder / below).rglob("*"))
     return [
-        {"type": "file", "path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "oid": "0" * 40}
-        for path in files
+        {"path": path.relative_to(folder).as_posix(), "oid": "0" * 40}
+        | ({"type": "directory"} if path.is_dir() else {"type": "file", "size": path.stat().st_size})
+        for path in found
     ]
 
 
@@ -85,7 +117,21 @@ def served(repositories, home):
     server = make_server("127.0.0.1", 0, Hub(repositories), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        yield {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(home),
+            **dict.fromkeys(OFFLINE, "0"),
+        }
     finally:
         server.shutdown()
         server.server_close()
+
+
+def asked(environment, folder, *commands):
+    """Commands in one other process: their statuses, and what each said on standard error."""
+    command = [sys.executable, "-c", RUN, json.dumps([line.split() for line in commands])]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("status")]
+    return statuses, [" ".join(said.split()) for said in done.stderr.split("---")[:-1]]

@@ -4,6 +4,8 @@ import gzip
 import json
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 
 from normgeo.documents import digest_of, read_documents
@@ -34,7 +36,11 @@ def test_a_compressed_file_has_the_texts_that_it_had(suffix, tmp_path):
     assert list(read_documents(path)) == texts
 
 
-@pytest.mark.parametrize("content", [b"plain", gzip.compress(b"text " * 999)[:-20], gzip.compress(b"x" * 99)[:-4]])
+@pytest.mark.parametrize(
+    "content",
+    [b"plain", gzip.compress(b"text " * 999)[:-20], gzip.compress(b"x" * 99)[:-4]],
+    ids=["none", "cut", "cut at its end"],  # not the bytes, which hold the time: all workers must collect the same
+)
 def test_a_compressed_file_that_is_damaged_is_named(content, tmp_path):
     (tmp_path / "data.txt.gz").write_bytes(content)
     refused(tmp_path / "data.txt.gz", r"data\.txt\.gz is damaged, or not compressed with gzip")
@@ -93,7 +99,7 @@ def test_what_is_no_saved_data_set_of_texts_is_refused(saved, tmp_path):
         part.unlink()
     refused(saved, "cannot read")
     (saved / "state.json").unlink()
-    refused(saved, "is a directory without a saved data set; texts are .jsonl")
+    refused(saved, "saved is a directory with no texts in it; they are .jsonl")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -104,3 +110,63 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*mem\.txt: Input/output error"):
         digest_of(tmp_path / "mem.txt")
     refused(tmp_path / "mem.jsonl", r"cannot read .*mem\.jsonl: Input/output error")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The same texts in a column of another name, in every kind of file that has columns."""
+    frame = pd.DataFrame({"text": "not this", "body": TEXTS})
+    frame.to_parquet(tmp_path / "rows.parquet", index=False)
+    frame.to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    datasets.Dataset.from_pandas(frame).save_to_disk(tmp_path / "rows")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.jsonl.gz", "rows"])
+def test_text_may_be_in_a_column_of_another_name(name, rows, tokenizer):
+    path = rows / name
+    assert list(read_documents(path)) == ["not this"] * 3
+    assert list(read_documents(f"{path}:body")) == list(read_documents(rows / f"{name}:body")) == TEXTS
+    streams = [load_tokens(data, tokenizer, 64) for data in (f"{path}:body", path, f"{path}:text")]
+    assert len({stream.digest for stream in streams[:2]}) == 2  # for a run is not resumed on the other
+    assert streams[1].digest == streams[2].digest
+    refused(f"{path}:title", '"title"')
+    refused(f"{path}:", '""')
+    refused(f"{path}.none:body", r"no such data file: .*\.none; give")
+
+
+def test_a_column_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "all.txt").write_text(TEXTS[0])
+    refused(f"{tmp_path}/all.txt:body", "all.txt is text as a whole, and has no column 'body'; leave out :body")
+    np.save(tmp_path / "ids.npy", [[1, 2]])
+    with pytest.raises(DataError, match=r"unknown data format '\.npy' of"):
+        load_tokens(f"{tmp_path}/ids.npy:body")
+
+
+def test_a_colon_may_be_in_a_files_name(tmp_path):
+    (tmp_path / "a:b.jsonl").write_text('{"text": "one", "body": "two"}')
+    assert list(read_documents(tmp_path / "a:b.jsonl")) == ["one"]
+    assert list(read_documents(tmp_path / "a:b.jsonl:body")) == ["two"]
+
+
+def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    (folder / "c.jsonl").write_text(json.dumps({"text": TEXTS[2]}))
+    pd.DataFrame({"text": TEXTS[:1]}).to_parquet(folder / "a.parquet")
+    (folder / "b/b.txt").write_text(TEXTS[1])
+    for name in (".cache/d.jsonl", ".hidden.txt", "README.md", "b/b.json"):
+        (folder / name).write_text("no text of this")
+    assert list(read_documents(folder)) == TEXTS
+    stream = load_tokens(folder, tokenizer, 64)
+    before = stream.digest
+    assert sum(len(ids) for ids, _ in stream.contexts(0)) == sum(len(tokenizer(t)["input_ids"]) + 1 for t in TEXTS)
+    (folder / "c.jsonl").write_text(json.dumps({"text": "another"}))
+    assert load_tokens(folder, tokenizer, 64).digest != before
+    refused(f"{folder}:body", r'a\.parquet has no column "body"')
+    (folder / "b/gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")  # which is not to be left out without a word
+    refused(folder, r"cannot read .*gone\.jsonl: No such file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "empty is a directory with no texts in it; they are .jsonl")

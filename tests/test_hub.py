@@ -19,12 +19,14 @@ def test_wikipedia_is_streamed_through_datasets(monkeypatch, tokenizer):
         asked.append((args, kwargs))
         return ({"id": i, "text": t} for i, t in enumerate(TEXTS))
 
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
+    monkeypatch.setattr("normgeo.hub.HubText.pinned", lambda data, revision=None: data)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     stream = load_tokens("wikipedia", tokenizer, 8)
     packed = [id for text in TEXTS for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     assert np.concatenate([ids for ids, _ in stream.contexts(0)]).tolist() == packed
-    assert set(map(repr, asked)) == {"(('wikimedia/wikipedia', '20231101.en'), {'split': 'train', 'streaming': True})"}
+    assert set(map(repr, asked)) == {
+        "(('wikimedia/wikipedia', '20231101.en'), {'split': 'train', 'revision': None, 'streaming': True})"
+    }
     assert "wikimedia/wikipedia" in stream.source
 
 
@@ -39,7 +41,7 @@ def test_wikipedia_without_a_network_says_what_to_do(monkeypatch, tokenizer, whi
             return rows()
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
+    monkeypatch.setattr("normgeo.hub.HubText.pinned", lambda data, revision=None: data)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(DataError, match=r"ConnectionError: no route to host.*--data sample"):
         list(load_tokens("wikipedia", tokenizer, 8).contexts(0))
@@ -81,8 +83,8 @@ def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
         asked.append((names, options))
         return datasets.IterableDataset.from_generator(lambda: iter(documents))
 
-    monkeypatch.setattr("normgeo.hub.check_hub", lambda data: None)
+    monkeypatch.setattr("normgeo.hub.HubText.pinned", lambda data, revision=None: data)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ids = open_corpus("openwebtext", tokenizer, 8, 0).take(1)[0].tolist()
     assert tokenizer.decode(ids) == "A fox.<|endoftext|>A dog."
-    assert asked[0] == (("Skylion007/openwebtext",), {"split": "train", "streaming": True})
+    assert asked[0] == (("Skylion007/openwebtext",), {"split": "train", "revision": None, "streaming": True})

@@ -1,9 +1,6 @@
 """Models on the hub, through its own clients: by id and revision, and every revision that is a step of training."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import hub
@@ -21,21 +18,6 @@ from normgeo.training import checkpoint_angles
 from normgeo.training.checkpoint_angles import find_checkpoints
 
 NAMES = ("main", "stage1-step2-tokens1B", "stage1-step10-tokens5B", "stage2-step10-tokens6B")
-RUN = """
-import json, sys
-from matplotlib.figure import Figure
-from normgeo.cli.main import main
-Figure.savefig = lambda *_, **__: None  # which takes half the time of runs this small
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["normgeo", *words]
-    try:
-        main()
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    print("status", status, flush=True)
-    print("---", file=sys.stderr, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +36,6 @@ def checkouts(tmp_path_factory):
     return {name: folder / name for name in NAMES}
 
 
-def run(environment, folder, *commands):
-    """Commands in one other process: their statuses, and what each said on standard error."""
-    command = [sys.executable, "-c", RUN, json.dumps([line.split() for line in commands])]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("status")]
-    return statuses, [" ".join(said.split()) for said in done.stderr.split("---")[:-1]]
-
-
 def rows(frame):
     return frame.drop(columns=["model", "step"], errors="ignore").reset_index(drop=True)
 
@@ -72,7 +44,7 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
     on = "--data sample --tokens 400 --null 8 --device cpu"
     few = f"{on} --rounds 0"
     with hub.served({"org/tiny": checkouts}, tmp_path / "home") as environment:
-        statuses, said = run(
+        statuses, said = hub.asked(
             environment, tmp_path,
             f"angles --checkpoints org/tiny --revision stage1-* {on} --out steps",
             f"angles org/tiny --revision stage2-step10-tokens6B {on} --out one",
@@ -111,7 +83,7 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
     assert compared["beside"]["revisions"] == {"org/tiny": hub.commit_of("org/tiny", NAMES[3]), "converted": None}
     assert [compared[name]["models"][1]["error_rms_rel"] < 1e-5 for name in compared] == [True, False]
 
-    statuses, said = run(  # with what is in the cache
+    statuses, said = hub.asked(  # with what is in the cache
         {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path,
         f"angles --checkpoints org/tiny --revision stage1-* {on} --out again",
         f"angles --checkpoints org/other {on} --out other",

@@ -15,14 +15,13 @@ from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
-from normgeo.hub import HUB, name_of
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
-from normgeo.tokens import TokenStream, holds_ids, load_tokens
+from normgeo.tokens import TokenStream, absolute, holds_ids, load_tokens
 
 __all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare"]
 
@@ -101,12 +100,9 @@ class RunConfig:
         """The same for a process that works in another directory."""
 
         def path(name: str) -> str:
-            return str(Path(name).absolute()) if name not in NAMES and Path(name).exists() else name
+            return str(Path(name).absolute()) if name not in EMBEDDED and Path(name).exists() else name
 
-        return replace(self, models=tuple(map(path, self.models)), data=self.data and path(self.data))
-
-
-NAMES = {*EMBEDDED, "sample", *HUB}  # whatever lies in the directory
+        return replace(self, models=tuple(map(path, self.models)), data=self.data and absolute(self.data))
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ def prepare(
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
     if context is not None:
         check_context(model, context)
-    tokens = load_tokens(config.source, tokenizer, context)
+    tokens = load_tokens(config.source, tokenizer, context, revision=(before or {}).get("data_revision"))
     check_context(model, tokens.context)
     if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all
         n_tokens = before["n_tokens"]
@@ -184,6 +180,7 @@ def prepare(
         "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
         "data": tokens.source,
         "data_sha256": tokens.digest,
+        "data_revision": tokens.revision,
         "packing": tokens.packing,
         "context": tokens.context,
         "n_tokens": n_tokens,
@@ -207,8 +204,8 @@ def counted(
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
     most = asked or default
-    if tokens.digest in map(name_of, HUB):  # which has more, and is not read before it is measured
-        return tokens, most
+    if tokens.revision and asked is not None:  # not to be read twice
+        return tokens, asked
 
     def count() -> tuple[int, list[Any]]:
         nonlocal tokens

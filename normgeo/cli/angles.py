@@ -29,7 +29,8 @@ def angles(
     data: Annotated[
         str | None,
         typer.Option(
-            help="sample, wikipedia, openwebtext, or a path: .jsonl, .txt, .parquet ... of text, .npy of ids."
+            help="sample, wikipedia, openwebtext; ORG/NAME[@CONFIGURATION[@SPLIT]] on the hub; or a path: .jsonl, "
+            ".txt, .parquet, a directory ... of text, .npy of ids. With :COLUMN behind it where that is not 'text'."
         ),
     ] = None,
     tokens: Annotated[

@@ -19,7 +19,7 @@ def train(
     ] = "both",
     size: Annotated[str, typer.Option(help="tiny, 70m, 160m, 410m or 1b (Geometry table 2).")] = "tiny",
     data: Annotated[
-        str, typer.Option(help="openwebtext or wikipedia (streamed), or what `angles` takes.")
+        str, typer.Option(help="openwebtext, wikipedia ..., what `angles` takes; from the hub it is streamed.")
     ] = "openwebtext",
     exclude: Annotated[Path | None, typer.Option(help="A file of documents to leave out: the held-out text.")] = None,
     tokenizer: Annotated[

@@ -11,6 +11,7 @@ import array
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,8 +20,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from normgeo.errors import DataError
-from normgeo.hub import HUB, name_of, opened, unreachable
-from normgeo.tokens import ROWS, TokenStream, load_tokens
+from normgeo.hub import opened, unreachable
+from normgeo.tokens import ROWS, TokenStream, load_tokens, on_hub
 
 __all__ = ["Corpus", "Shuffled", "Streamed", "kept", "open_corpus"]
 
@@ -121,11 +122,12 @@ class Streamed:
     """Contexts of a data set that is streamed, in its own order, packed with the end-of-text token between documents.
 
     Args:
-        dataset: opens the data set, an iterable of rows with a "text" that knows its position (`state_dict`).
+        dataset: opens the data set, an iterable of rows that knows its position (`state_dict`).
         tokenizer: what makes ids of text.
         context: tokens in a context.
         digest: the data set's name.
         exclude: documents to leave out, by their whole text.
+        of: the text of a row.
     """
 
     def __init__(
@@ -135,8 +137,9 @@ class Streamed:
         context: int,
         digest: str,
         exclude: Collection[str] = frozenset(),
+        of: Callable[[Any], str] = itemgetter("text"),
     ) -> None:
-        self.digest, self._context, self._tokenizer, self._exclude = digest, context, tokenizer, exclude
+        self.digest, self._of, self._context, self._tokenizer, self._exclude = digest, of, context, tokenizer, exclude
         after = "nothing" if tokenizer.eos_token_id is None else f"token {tokenizer.eos_token_id}"
         self.packing = f"documents packed in the data set's order, {after} after each"
         self._open = dataset
@@ -154,7 +157,7 @@ class Streamed:
             self._documents = iter(self._dataset)
             return self._document()
         self._seen, self._at = self._seen + 1, None
-        return row["text"]
+        return self._of(row)
 
     def take(self, rows: int) -> Int64[Tensor, "rows time"]:
         """The next contexts.
@@ -204,12 +207,16 @@ def kept(tokens: TokenStream) -> TokenStream:
     return replace(tokens, contexts=lambda start=0: iter(contexts[start // tokens.context :]))
 
 
-def open_corpus(data: str, tokenizer: Any, context: int, seed: int, exclude: Collection[str] = frozenset()) -> Corpus:
-    """What `normgeo train --data` names: openwebtext, wikipedia, sample, or a file of text or ids.
+def open_corpus(
+    data: str, tokenizer: Any, context: int, seed: int, exclude: Collection[str] = frozenset(),
+    revision: str | None = None,
+) -> Corpus:  # fmt: skip
+    """What `normgeo train --data` names: text on the hub, the sample, or a path of text or ids.
 
     Raises:
         DataError: data that is missing, of an unknown format or too little, or cannot be streamed.
     """
-    if data in HUB:
-        return Streamed(lambda: opened(data), tokenizer, context, name_of(data), exclude)
+    if hub := on_hub(data):
+        hub = hub.pinned(revision)
+        return Streamed(lambda: opened(hub), tokenizer, context, hub.name, exclude, hub.of)
     return Shuffled(load_tokens(data, tokenizer, context, exclude=exclude), context, seed)

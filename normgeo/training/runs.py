@@ -23,13 +23,12 @@ from accelerate.utils import broadcast_object_list
 
 from normgeo.documents import KINDS, read_documents
 from normgeo.errors import DataError, NormGeoError, RunError
-from normgeo.hub import HUB, check_hub
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
 from normgeo.system.files import check_folder, disk_explained, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import versions
-from normgeo.tokens import SAMPLE, TokenStream, holds_ids, load_tokens
+from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
 from normgeo.training.accelerators import start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
 from normgeo.training.log import tensorboard
@@ -50,7 +49,7 @@ class TrainConfig:
 
     Attributes:
         norm: one of the norms, or `both`: layernorm and rmsnorm.
-        data: openwebtext, wikipedia, sample, or a file that `normgeo angles` takes.
+        data: openwebtext, wikipedia, sample, or what else `load_tokens` takes by name or path.
         exclude: a file of documents to leave out: the held-out text.
         tokenizer: hub id or directory; None learns one from a file of text, and is GPT-2's for what is streamed.
         vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file; None is 4096.
@@ -75,8 +74,7 @@ class TrainConfig:
 
     def absolute(self) -> TrainConfig:
         """The same for a process that works in another directory; of the tokenizer the run has a copy."""
-        data = self.data if self.data in (*HUB, "sample") else str(Path(self.data).absolute())
-        return replace(self, data=data, exclude=self.exclude and str(Path(self.exclude).absolute()))
+        return replace(self, data=absolute(self.data), exclude=self.exclude and str(Path(self.exclude).absolute()))
 
 
 @contextmanager
@@ -130,8 +128,10 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
             state.wait_for_everyone()
             if given.tokenizer is not None:  # as a resumed run reads it, which notes where it comes from
                 stored = _tokenizer(config, out / "tokenizer", given.excluded)
-                same = tokenizer_digest(stored) == tokenizer_digest(given.tokenizer)
-                given = given._replace(tokenizer=stored) if same else _prepared(config, recipe, out / "tokenizer")
+                if tokenizer_digest(stored) == tokenizer_digest(given.tokenizer):
+                    given = given._replace(tokenizer=stored)
+                else:
+                    given = _prepared(config, recipe, out / "tokenizer", given.revision)
             record = _record(config, recipe, out, given)
             state.wait_for_everyone()  # what fails now may be removed while others are still about to read it
             if state.is_main_process:
@@ -151,7 +151,7 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
     check_folder(out, "--resume")
     state = accelerate.PartialState(cpu=config.device == "cpu")
     with alone(out) if state.is_main_process else nullcontext():
-        given = _prepared(config, recipe, _stored(out, config))
+        given = _prepared(config, recipe, _stored(out, config), record.get("data_revision"))
         found = given.about()
         if "tokenizer_sha256" in record:  # runs of older versions have none
             found["tokenizer_sha256"] = _tokenizer_digest(out)
@@ -167,7 +167,7 @@ def _record(config: TrainConfig, recipe: Recipe, out: Path, given: _Given) -> di
         "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
-        "tokenizer_sha256": _tokenizer_digest(out),
+        "tokenizer_sha256": _tokenizer_digest(out), "data_revision": given.revision,
     }  # fmt: skip
 
 
@@ -184,6 +184,7 @@ class _Given(NamedTuple):
     vocabulary: int
     excluded: set[str]
     held_out: TokenStream | None
+    revision: str | None
 
     def about(self) -> dict[str, Any]:
         """What a run records of it, and compares when it is resumed."""
@@ -232,7 +233,7 @@ def _stored(out: Path, config: TrainConfig) -> Path | None:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what would be ignored, and a vocabulary that cannot hold every byte and the end of a text."""
-    ids, name = holds_ids(config.data), config.tokenizer or (GPT2 if config.data in HUB else None)
+    ids, name = holds_ids(config.data), config.tokenizer or (GPT2 if on_hub(config.data) else None)
     if ids and config.tokenizer:
         raise NormGeoError(f"{config.data} holds token ids, which need no tokenizer: leave out --tokenizer")
     if ids and config.exclude:
@@ -248,25 +249,25 @@ def _check(config: TrainConfig) -> None:
         raise NormGeoError(f"--vocabulary must be at {bound}, received {config.vocabulary}")
 
 
-def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None) -> _Given:
-    if config.data in HUB:
-        check_hub(config.data)
-    excluded = set(read_documents(Path(config.exclude))) if config.exclude else set()
+def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision: str | None = None) -> _Given:
+    if hub := on_hub(config.data):  # which is said first where it is out of reach
+        revision = hub.pinned(revision).revision
+    excluded = set(read_documents(config.exclude)) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
-    corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded)
+    corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded, revision)
     vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
     if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
         raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
     held_out = kept(load_tokens(config.exclude, tokenizer, recipe.context)) if config.exclude else None
-    return _Given(tokenizer, corpus, vocabulary, excluded, held_out)
+    return _Given(tokenizer, corpus, vocabulary, excluded, held_out, revision)
 
 
 def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
     if holds_ids(config.data):
         return None
-    name = stored or config.tokenizer or (GPT2 if config.data in HUB else None)
+    name = stored or config.tokenizer or (GPT2 if on_hub(config.data) else None)
     if name is None:
-        path = SAMPLE if config.data == "sample" else Path(config.data)
+        path = SAMPLE if config.data == "sample" else config.data
         texts = (text for text in read_documents(path) if text not in excluded)
         return train_tokenizer(texts, config.vocabulary or VOCABULARY)
     tokenizer = load_tokenizer(name)
