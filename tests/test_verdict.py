@@ -9,7 +9,16 @@ from normgeo.angles.verdict import scenario, summary, verdict
 @pytest.fixture
 def frame():
     """Four sites."""
-    about = {"model": "m", "role": "mlp", "kind": "layernorm", "d": 64, "heads": 1, "dtype": "float32", "n_excluded": 0}
+    about = {
+        "model": "m",
+        "role": "mlp",
+        "kind": "layernorm",
+        "stack": "",
+        "d": 64,
+        "heads": 1,
+        "dtype": "float32",
+        "n_excluded": 0,
+    }
     pre = {
         "mean_deg": [60.0, 80.0, 90.0, 97.0], "null_percentile": [0.5, 2.5, 50.0, 99.0],
         "null_z": [-9.0, -2.0, 0.5, 4.0], "energy_percentile": [100.0, 95.0, 30.0, 5.0],
@@ -22,7 +31,9 @@ def frame():
         null |= {"energy_share": 0.01 * (i + 1), "energy_q95": 0.3, "n_directions": 39}
         rows += [
             uniform | {"phase": "pre", "std_deg": 3.0} | {name: values[i] for name, values in pre.items()},
-            uniform | {"phase": "post", "std_deg": 5.0, "mean_deg": 85.0 + i},
+            uniform
+            | {"phase": "post", "std_deg": 5.0, "mean_deg": 85.0 + i}
+            | {"energy_share": [0.04, 0.03, 0.02, 0.01][i], "energy_percentile": 99.0},
             null | {"phase": "pre", "mean_deg": 90.0},
             null | {"phase": "post", "mean_deg": 70.0},
         ]
@@ -31,8 +42,9 @@ def frame():
 
 def test_every_number_of_a_scenario_is_of_the_column_it_is_named_for(frame):
     expected = {
-        "sites": 4, "mean_deg": 85.0, "least_deg": 60.0, "most_deg": 97.0, "post_deg": 86.5, "outside": 2, "z": 3.0,
-        "special": 2, "empty": 1, "large": 1, "energy": 0.035, "top_energy": 0.5, "top_site": "s0",
+        "sites": 4, "mean_deg": 85.0, "least_deg": 60.0, "most_deg": 97.0, "post_deg": 86.5, "post_energy": 0.025,
+        "outside": 2, "z": 3.0,
+        "special": 2, "empty": 1, "large": 1, "gone": 1, "energy": 0.035, "top_energy": 0.5, "top_site": "s0",
         "null_energy": 0.025, "null_tokens": 37, "null_directions": 39, "tested": True, "holds": False,
     }  # fmt: skip
     found = scenario(frame)
@@ -46,6 +58,42 @@ def test_a_scenario_holds_where_most_sites_have_a_large_component(frame, large, 
     pre = (frame.direction == "uniform") & (frame.phase == "pre")
     frame.loc[pre, "energy_percentile"], frame.loc[pre, "energy_share"] = 99.0, [0.06] * large + [0.04] * (4 - large)
     assert scenario(frame)["holds"] is holds
+
+
+@pytest.mark.parametrize(("kind", "holds"), [("layernorm", False), ("rmsnorm", True)])
+def test_scenario_1_asks_that_the_component_is_gone_behind_the_norm(frame, kind, holds):
+    """What gamma and beta put back was not removed; scenario 2 does not ask for it."""
+    uniform = frame.direction == "uniform"
+    frame.loc[uniform, "energy_percentile"], frame.loc[uniform, "energy_share"] = 99.0, 0.06
+    frame.loc[uniform & (frame.phase == "post") & frame.site.isin(["s0", "s1"]), "energy_share"] = 0.04
+    found = scenario(frame.assign(kind=kind))
+    assert (found["large"], found["gone"], found["holds"]) == (4, 2, holds)
+    said = verdict(frame.assign(kind=kind), pd.DataFrame())
+    assert ("does not hold** for m: the component is large, but gamma and beta put it back." in said) is not holds
+    assert "gamma and beta included, 5.000% lies along the uniform vector" in said
+    assert ("as it is at 2 of these" in said) is not holds
+
+
+@pytest.mark.parametrize("role", ["post_attention", "qk", "inner"])
+def test_norms_that_read_no_residual_stream_answer_no_scenario(frame, role):
+    """Here they are most of the sites, and have no large component, as Gemma's norms of what branches give."""
+    uniform, aside = frame.direction == "uniform", frame.site.isin(["s1", "s2", "s3"])
+    frame.loc[uniform, "energy_percentile"] = 99.0
+    frame.loc[aside, "role"] = role
+    sinks = frame[uniform].assign(tokens="rest", mean_norm=1.0)
+    assert not scenario(frame)["holds"]
+    said = verdict(frame, sinks)
+    assert f"Norms that read no residual stream ({role}) are left out of what follows." in said
+    assert "Scenario 1" in said and "**holds** for m." in said and "median over 1 sites; 60.00° to 60.00°" in said  # noqa: PT018
+    assert "| all other tokens | 100 | 60.00° | 1 |" in said
+    assert "left out of what follows" not in verdict(frame.assign(role=role), sinks)  # there are no others
+
+
+def test_a_checkpoint_is_summed_up_by_the_norms_on_the_stream(frame):
+    frame.loc[frame.site == "s0", "role"] = "post_mlp"
+    (row,) = summary(frame.assign(step=3)).to_dict("records")
+    assert row["sites"] == 3
+    assert row["before_deg"] == pytest.approx(89.0)
 
 
 def test_fewer_directions_than_a_central_95_percent_needs_are_no_test(frame):

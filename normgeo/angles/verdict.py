@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from normgeo.figures import on_stream
+
 __all__ = [
     "CENTERED_DEG",
     "CENTERED_ROUNDINGS",
@@ -46,12 +48,16 @@ def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """The angles to the uniform vector in short: a row per model, role and kind of norm, or per model and step.
 
+    A step's are of the norms on the residual stream.
+
     `before_deg` and `after_deg` are means over `sites` of the mean angle over tokens, `before_std_deg` and
     `after_std_deg` of its standard deviation; `energy_share` is the mean of cos^2 before the norm, and
     `null_percentile` the median place of the mean angle before it among those of the random directions, NaN where
     these met too few tokens to tell.
     """
     by = ["model", "step"] if "step" in frame else ["model", "role", "kind"]
+    if "step" in frame:
+        frame = on_stream(frame)
     pre, post = (_uniform(frame, phase).groupby(by, sort=False) for phase in ("pre", "post"))
     columns = {
         "sites": pre.size(), "before_deg": pre.mean_deg.mean(), "before_std_deg": pre.std_deg.mean(),
@@ -73,15 +79,17 @@ def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def scenario(frame: pd.DataFrame) -> dict[str, Any]:
-    """The test of one kind of norm of one model.
+    """The test of one kind of norm of one model, on the sites that are given: those on its residual stream.
 
     The uniform vector is special at a site when more of the hidden states' energy lies along it than along 95% of the
-    random directions, and large when it is more than 5% of the energy as well. The scenario holds when most sites have
-    a large component.
+    random directions, and large when it is more than 5% of the energy as well. Scenario 2 holds when most sites have
+    a large component before the norm; scenario 1 when at most sites it is large before LayerNorm and not behind it,
+    where gamma and beta may have put back what was subtracted.
     """
-    pre = _uniform(frame, "pre")
-    special = pre.energy_percentile >= 95
-    large = special & (pre.energy_share > LARGE_ENERGY)
+    pre, post = _uniform(frame, "pre").set_index("site"), _uniform(frame, "post").set_index("site")
+    special, large = _special(pre), _large(pre)
+    gone = large & ~_large(post).reindex(large.index, fill_value=False)
+    removes = frame.kind.eq("layernorm").all()
     outside = (pre.null_percentile < 2.5) | (pre.null_percentile > 97.5)
     top = pre.sort_values("energy_share").iloc[-1]
     null = frame[(frame.direction == "null") & (frame.phase == "pre")]
@@ -92,27 +100,39 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
         "mean_deg": pre.mean_deg.median(),
         "least_deg": pre.mean_deg.min(),
         "most_deg": pre.mean_deg.max(),
-        "post_deg": _uniform(frame, "post").mean_deg.median(),
+        "post_deg": post.mean_deg.median(),
+        "post_energy": post.energy_share.median(),
         "outside": int(outside.sum()),
         "z": pre.null_z.abs().median(),
         "special": int(special.sum()),
         "empty": int((pre.energy_percentile <= 5).sum()),
         "large": int(large.sum()),
+        "gone": int(gone.sum()),
         "energy": pre.energy_share.median(),
         "top_energy": top.energy_share,
-        "top_site": str(top.site),
+        "top_site": str(top.name),
         "null_energy": null.energy_share.median(),
         "null_tokens": met,
         "null_directions": directions,
         "tested": directions >= LEAST_DIRECTIONS and met >= LEAST_TOKENS,
-        "holds": bool(large.mean() > 0.5),
+        "holds": bool((gone if removes else large).mean() > 0.5),
     }
+
+
+def _special(uniform: pd.DataFrame) -> pd.Series:
+    return uniform.energy_percentile >= 95
+
+
+def _large(uniform: pd.DataFrame) -> pd.Series:
+    return _special(uniform) & (uniform.energy_share > LARGE_ENERGY)
 
 
 def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
     layernorm = kind == "layernorm"
     number = "1" if layernorm else "2"
     answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
+    if 2 * s["large"] > s["sites"] and not s["holds"]:
+        answer = f"**does not hold** for {model}: the component is large, but gamma and beta put it back."
     if not s["tested"]:
         answer = (
             f"**not tested** for {model}: there are {s['null_directions']} random directions and they met "
@@ -128,23 +148,27 @@ def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
         "uniform vector"
     )
     act = "mean subtraction removes" if layernorm else "mean subtraction, had the model had it, would remove"
+    null = f" A random direction holds {100 * s['null_energy']:.3f}%." if s["tested"] else ""
+    behind = (
+        f", and that it is gone behind the norm, as it is at {s['gone']} of these" if layernorm and s["large"] else ""
+    )
     lines = [
         f"**Scenario {number}** ({claim}): {answer}",
         "",
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
         f"- Energy: {act} {100 * s['energy']:.3f}% of the squared norm at the median site, at most "
-        f"{100 * s['top_energy']:.3f}% ({s['top_site']}).",
+        f"{100 * s['top_energy']:.3f}% ({s['top_site']}).{null} Of the norm's output, gamma and beta included, "
+        f"{100 * s['post_energy']:.3f}% lies along the uniform vector.",
     ]
     if s["tested"]:
-        lines[-1] += f" A random direction holds {100 * s['null_energy']:.3f}%."
         lines += [
             f"- Null ensemble: the uniform vector's mean angle lies outside the central 95% of random directions at "
             f"{s['outside']} of {s['sites']} sites (chance: {EXPECTED_OUTSIDE * s['sites']:.1f} on average, but sites "
             f"that share a stream stray together); median |z| {s['z']:.2f}. More energy lies along it than "
             f"along 95% of random directions at {s['special']} of {s['sites']} sites; at {s['large']} that is "
-            f"also more than {100 * LARGE_ENERGY:.0f}% of the energy, which is what the scenario asks "
-            f"for at most sites. At {s['empty']} sites less energy lies along it than along 95% of random directions.",
+            f"also more than {100 * LARGE_ENERGY:.0f}% of the energy, which the scenario asks for at most "
+            f"sites{behind}. At {s['empty']} sites less energy lies along it than along 95% of random directions.",
         ]
     return lines
 
@@ -157,7 +181,7 @@ def _tokens(rows: pd.DataFrame) -> int:
 def _sinks(sinks: pd.DataFrame) -> list[str]:
     if sinks.empty:
         return []
-    keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
+    keep = on_stream(sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")])
     others = ", those of embeddings left out" if sinks.role.eq("embedding").any() else ""
     lines = ["", f"Attention sinks apart (before the norm, median over sites{others}; above are all tokens):", "",
              "| tokens | count | angle to uniform | norm |", "| --- | --- | --- | --- |"]  # fmt: skip
@@ -185,8 +209,11 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
                 "along the uniform vector beyond rounding. Someone subtracted the mean from the weights that write "
                 "there (a converted model, or a loader that centers). Angles of 90° say nothing about training here.",
             ]
-        for kind, group in part.groupby("kind", sort=False):
-            of_kind = int((centered.kind == kind).sum())
+        stream = on_stream(part)
+        if aside := sorted({*part.role[~part.site.isin(stream.site)]}):
+            lines += ["", f"Norms that read no residual stream ({', '.join(aside)}) are left out of what follows."]
+        for kind, group in stream.groupby("kind", sort=False):
+            of_kind = int(centered[centered.kind == kind].site.isin(group.site).sum())
             lines += ["", *_paragraphs(str(model), str(kind), scenario(group), of_kind)]
         lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks)
         lines.append("")
