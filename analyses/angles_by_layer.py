@@ -22,18 +22,16 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """Of several models, fig. 3: the first norm of each layer, a column per model; of one model, fig. 7: every norm."""
+    """Of several models, fig. 3: the first norm of each layer, a column per stack; of one model, fig. 7: every norm."""
     models = list(frame.model.unique())
     if len(models) == 1:
         return figures.draw(frame, "angles", models[0])
-    inner = frame[~frame.role.isin(figures.SINGLE)]
-    first = inner.groupby(["model", "stack", "layer"]).site.transform("first")
-    inner = inner[inner.site == first]
-    figure, grid = _axes.grid([f"{figures.PHASE_LABELS[phase]} (degrees)" for phase in ("pre", "post")], models)
+    stacks = _source.stacks(figures.first_of_layers(frame))
+    figure, grid = _axes.grid([f"{figures.PHASE_LABELS[phase]} (degrees)" for phase in ("pre", "post")], list(stacks))
     for row, phase in zip(grid, ("pre", "post"), strict=True):
-        for axes, model in zip(row, models, strict=True):
+        for axes, inner in zip(row, stacks.values(), strict=True):
             axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
-            here = inner[(inner.model == model) & (inner.phase == phase)].sort_values("layer")
+            here = inner[inner.phase == phase].sort_values("layer")
             null = here[here.direction == "null"]
             axes.fill_between(
                 null.layer,

@@ -264,11 +264,17 @@ def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
         pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel", "final"])
         return ~rows.role.isin(["qk", "inner", "head"]) & ~(post if pre.any() else pre)
 
-    kept = []
+    kept = [frame[:0]]
     for _, rows in frame.groupby("model", sort=False):
         on = pd.concat([part[reads(part)] for _, part in rows.groupby("stack", sort=False)])
         kept.append(on if len(on) else rows)
     return pd.concat(kept).sort_index()
+
+
+def first_of_layers(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the first norm of each layer: on the stream, or of what a branch gives where there is none on it."""
+    inner = on_stream(frame[~frame.role.isin(SINGLE)])
+    return inner[inner.site == inner.groupby(["model", "stack", "layer"]).site.transform("first")]
 
 
 def with_rest(frame: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:

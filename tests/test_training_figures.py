@@ -1,5 +1,7 @@
 """What figures by training step show is what the table says, norm by norm and step by step."""
 
+import itertools
+
 import matplotlib.colors
 import numpy as np
 import pandas as pd
@@ -61,6 +63,19 @@ def test_one_layer_has_its_first_norm_and_every_direction(frame):
     for axes, (model, direction) in zip(figure.axes, panels, strict=True):
         shown(axes, frame, model, "h.10.norm_b", direction)
     assert [axes.get_title() for axes in figure.axes[:3]] == list(figures.LABELS.values())
+
+
+def test_norms_on_heads_and_of_branches_are_not_a_layers_first(frame):
+    """What comes first in a layer may be a query's norm; a stack whose stream no norm reads has its branches'."""
+    uniform = frame.site == "h.10.norm_b"
+    aside = [frame[uniform].assign(site=f"h.10.{role}", role=role) for role in ("qk", "inner", "post_attention")]
+    figure = training_figures.one_layer(pd.concat([*aside, frame]), 10)
+    for axes, (model, direction) in zip(
+        figure.axes, itertools.product(("layernorm", "rmsnorm"), figures.COLORS), strict=True
+    ):
+        shown(axes, frame, model, "h.10.norm_b", direction)
+    found = figures.first_of_layers(pd.concat(aside))
+    assert set(found.site) == {"h.10.post_attention"}
 
 
 @pytest.mark.parametrize("direction", figures.COLORS)

@@ -10,7 +10,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
-from normgeo.figures import COLORS, LABELS, MARKERS, PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, styled
+from normgeo.figures import (
+    COLORS,
+    LABELS,
+    MARKERS,
+    PALETTE,
+    ROLE_LABELS,
+    SINGLE,
+    WIDTH,
+    first_of_layers,
+    legend,
+    styled,
+)
 
 __all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
@@ -84,7 +95,8 @@ def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, Any]) -> None
 
 def middle_layer(frame: pd.DataFrame) -> int | None:
     """The middle one of the layers that all models have; None where there is no such layer, as with --sites final."""
-    common = sorted(set.intersection(*(set(_sites(frame, model).layer) for model in _models(frame))))
+    first = first_of_layers(frame)
+    common = sorted(set.intersection(*(set(first[first.model == model].layer) for model in _models(frame))))
     return int(common[len(common) // 2]) if common else None
 
 
@@ -94,13 +106,12 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
 
     A row per model (LayerNorm above RMSNorm), a column for the uniform vector and each of the two random vectors.
     """
-    models = _models(frame)
+    models, first = _models(frame), first_of_layers(frame[frame.phase == "pre"])
     figure = _figure(0.7 + 1.6 * len(models))
     grid = figure.subplots(len(models), len(COLORS), squeeze=False, sharex=True, sharey="row")
     for row, model in zip(grid, models, strict=True):
-        here = _sites(frame, model)
-        here = here[here.layer == layer]
-        here = here[here.site == here.site.iloc[0]]
+        here = first[(first.model == model) & (first.layer == layer)]
+        here = here[here.site == here.site.iloc[0]]  # of the first stack of layers
         row[0].set_ylabel(f"{_named(model)} (degrees)")
         for axes, (name, color) in zip(row, COLORS.items(), strict=True):
             _by_step(axes, here, {name: color})
@@ -122,7 +133,8 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
     A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side.
     """
     models = _models(frame)
-    norms = [[here for _, here in _sites(frame, m, inner=False).groupby("site", sort=False)] for m in models]
+    pre = frame[frame.phase == "pre"]
+    norms = [[here for _, here in pre[pre.model == model].groupby("site", sort=False)] for model in models]
     names = [list(map(_short, column)) for column in norms]
     rows = max(map(len, names))
     figure = _figure(0.8 + 0.95 * rows)
@@ -142,11 +154,6 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
     legend(figure)
     figure.suptitle(f"Angles to the {LABELS[direction]} before every norm in training (degrees)", fontsize=9)
     return figure
-
-
-def _sites(frame: pd.DataFrame, model: str, *, inner: bool = True) -> pd.DataFrame:
-    part = frame[(frame.model == model) & (frame.phase == "pre")]
-    return part[~part.role.isin(SINGLE)] if inner else part
 
 
 def _short(here: pd.DataFrame) -> str:
