@@ -1,4 +1,4 @@
-"""Run an analysis: `python -m analyses NAME [--run DIR ...] [--out DIR]`; without a name, list them."""
+"""Run an analysis: `python -m analyses NAME [--run DIR | --model MODEL ...] [--out DIR]`; without a name, list them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 LONGEST = 60
 """Characters of a run's directory that tell it apart."""
 
-FLAGS = {"run": "--run", "n_tokens": "--tokens"}
+FLAGS = {name: f"--{name}" for name in ("run", "model", "data", "context")} | {
+    "models": "--model",
+    "n_tokens": "--tokens",
+}
+"""What the command line gives of the arguments of `compute`; `--model` is for one that takes one, or several."""
 
 
 def names() -> list[str]:
@@ -55,7 +59,7 @@ def _read(name: str) -> ast.Module:
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Refuse what is no analysis, an option that it does not depend on, and several runs where it is of one.
+    """Refuse what is no analysis, an option that it does not depend on, and several of what it takes one of.
 
     Raises:
         DataError: that.
@@ -63,10 +67,15 @@ def check(name: str, options: dict[str, Any]) -> None:
     if name not in names():
         raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
     known = options_of(name)
-    if unknown := options.keys() - known.keys():
-        raise DataError(f"{name} does not depend on {', '.join(FLAGS[o] for o in sorted(unknown))}; leave it out")
+    if unknown := {FLAGS[o] for o in options} - {FLAGS[o] for o in known}:
+        hint = (
+            "measure it with `normgeo angles MODEL --out DIR`, and give --run DIR" if "run" in known else "leave it out"
+        )
+        raise DataError(f"{name} does not depend on {', '.join(sorted(unknown))}; {hint}")
     if len(runs := options.get("run", ())) > 1 and (kind := known["run"]):
         raise DataError(f"{name} takes one --run, {kind}; received {len(runs)}")
+    if len(models := options.get("models", ())) > 1 and "model" in known:
+        raise DataError(f"{name} takes one --model; received {len(models)}")
 
 
 def run(name: str, options: dict[str, object], out: Path) -> None:
@@ -161,14 +170,21 @@ def _parser(name: str | None, helps: bool = True) -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="?", help="the analysis; without it, list them")
     said = {
         "run": "a finished run of `normgeo angles`; of several their models side by side [default: the embedded pair]",
+        "models": "a model: a hub id or a directory, for analyses that take one",
+        "data": "what `normgeo angles` takes [default: sample]",
         "n_tokens": "tokens to measure without --run [default: all]",
+        "context": "tokens that a model sees together [default: up to 256]",
     }
-    depends = said if name is None else {k: text or said[k] for k, text in options_of(name).items()}
+    known = {FLAGS[k]: text for k, text in ({} if name is None else options_of(name)).items()}
+    depends = said if name is None else {k: known[FLAGS[k]] or text for k, text in said.items() if FLAGS[k] in known}
     if "run" not in depends and "n_tokens" in depends:
         depends["n_tokens"] = depends["n_tokens"].replace(" without --run", "")
-    told = {option: depends.get(option, argparse.SUPPRESS) for option in FLAGS}  # given all the same it is refused
+    told = {option: depends.get(option, argparse.SUPPRESS) for option in said}  # given all the same it is refused
     parser.add_argument("--run", type=Path, action="append", metavar="PATH", help=told["run"])
+    parser.add_argument("--model", action="append", dest="models", metavar="MODEL", help=told["models"])
+    parser.add_argument("--data", metavar="DATA", help=told["data"])
     parser.add_argument("--tokens", type=int, dest="n_tokens", metavar="N", help=told["n_tokens"])
+    parser.add_argument("--context", type=int, metavar="N", help=told["context"])
     parser.add_argument("--out", type=Path, default=Path("runs/analyses"), help="where to write [default: %(default)s]")
     return parser
 
@@ -187,6 +203,8 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 check(name, given)
+                if "model" in options_of(name) and "models" in given:
+                    (given["model"],) = given.pop("models")
                 if runs := given.get("run"):
                     given["run"] = together(runs, Path(folder)) if len(runs) > 1 else runs[0]
                 run(name, given, out)

@@ -6,16 +6,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from transformers import PreTrainedModel
 
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError, RunError
-from normgeo.loading import load_model, load_tokenizer
-from normgeo.tokens import load_tokens
+from normgeo.examples import max_context
+from normgeo.loading import label_of, load_model, load_tokenizer
+from normgeo.stream import check_context
+from normgeo.tokens import TokenStream, load_tokens
 
 ScalarStores = dict[str, ScalarStore]
 
@@ -43,6 +47,30 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
         tokens = load_tokens("sample", load_tokenizer(name), context=CONTEXT)
         tables.append(measure_angles(load_model(name), tokens, n_tokens=n_tokens, name=name, progress=False))
     return AngleTable.concatenated(tables)
+
+
+Named = str | Path | PreTrainedModel
+"""A model: what `load_model` takes, or itself."""
+
+
+def opened(model: Named, data: Any = "sample", context: int | None = None) -> tuple[str, PreTrainedModel, TokenStream]:
+    """What a model is called, itself, and the tokens that it is to be given.
+
+    Args:
+        model: a model, or the name or directory of one.
+        data: what `load_tokens` takes; for a model itself, which brings no tokenizer, token ids.
+        context: tokens that it sees together; None is up to 256.
+
+    Raises:
+        NormGeoError: whatever is wrong with them.
+    """
+    if isinstance(model, PreTrainedModel):
+        name, loaded, tokenizer = type(model).__name__, model, None
+    else:
+        name, loaded, tokenizer = label_of(str(model)), load_model(model), load_tokenizer(model)
+    context = context or min(CONTEXT, max_context(loaded) or CONTEXT)
+    check_context(loaded, context)
+    return name, loaded, load_tokens(data, tokenizer, context)
 
 
 @contextmanager

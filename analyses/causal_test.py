@@ -6,7 +6,7 @@ whatever writes into the residual stream. Perplexity, KL and agreement with the 
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -18,27 +18,32 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.comparison.outputs import agreements
 from normgeo.conversion.convert import convert
-from normgeo.examples import max_context
-from normgeo.loading import load_model, load_tokenizer
-from normgeo.tokens import load_tokens
 
 KINDS = ("original", "naive swap", "exact conversion")
 
 
 def compute(
-    model: str | Path = "embedded-layernorm", data: str | Path = "sample", n_tokens: int | None = None
+    model: _source.Named = "embedded-layernorm",
+    data: Any = "sample",
+    n_tokens: int | None = None,
+    context: int | None = None,
 ) -> pd.DataFrame:
-    """One row for the model, its naive swap and its exact conversion, with what `Comparison.frame` says of outputs."""
-    original = load_model(model)
+    """One row for the model, its naive swap and its exact conversion, with what `Comparison.frame` says of outputs.
+
+    Args:
+        model: one with LayerNorms, its hub id or directory; None is embedded-layernorm.
+        data: what `normgeo angles` takes, or token ids; None is sample.
+        n_tokens: how many; None is all there are.
+        context: tokens that the model sees together; None is up to 256.
+    """
+    called, original, tokens = _source.opened(model, data, context)
     models = {
         KINDS[0]: original,
         KINDS[1]: convert(original, to="naive-rmsnorm").model,
         KINDS[2]: convert(original).model,
     }
-    context = min(_source.CONTEXT, max_context(original) or _source.CONTEXT)
-    tokens = load_tokens(data, load_tokenizer(model), context=context)
     found = agreements(models, tokens, n_tokens, batch=8)
-    frame = pd.DataFrame([{"model": str(model), "conversion": name} | metrics for name, metrics in found.items()])
+    frame = pd.DataFrame([{"model": called, "conversion": name} | metrics for name, metrics in found.items()])
     frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
     first = ["model", "conversion", "perplexity", "perplexity_difference", "kl_mean", "kl_max", "top1"]
     return frame[first + [c for c in frame if c not in first]]

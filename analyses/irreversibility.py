@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import pandas as pd
@@ -26,10 +26,9 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.geometry import standardize
-from normgeo.loading import label_of, load_model, load_tokenizer
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
-from normgeo.tokens import TokenBatch, load_tokens
+from normgeo.tokens import TokenBatch
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
@@ -62,17 +61,26 @@ class _Moments:
 
 
 def compute(
-    models: Sequence[str | Path] = tuple(EMBEDDED), data: str | Path = "sample", n_tokens: int | None = None
+    models: Sequence[_source.Named] = tuple(EMBEDDED),
+    data: Any = "sample",
+    n_tokens: int | None = None,
+    context: int | None = None,
 ) -> pd.DataFrame:
-    """`lost_share` of every norm's inputs: one row for LayerNorm's standardization of them, one for RMSNorm's."""
+    """`lost_share` of every norm's inputs: one row for LayerNorm's standardization of them, one for RMSNorm's.
+
+    Args:
+        models: hub ids or directories, of any number of models; None is the embedded pair.
+        data: what `normgeo angles` takes, or token ids; None is sample.
+        n_tokens: how many; None is all there are.
+        context: tokens that a model sees together; None is up to 256.
+    """
     rows = []
-    for name in models:
-        model = load_model(name)
+    for each in models:
+        name, model, tokens = _source.opened(each, data, context)
         moments = _Moments(sites := find_sites(model))
-        tokens = load_tokens(data, load_tokenizer(name), context=_source.CONTEXT)
         n = observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
         rows += [
-            {"model": label_of(str(name)), "site": site.key, "layer": site.layer, "role": site.role,
+            {"model": name, "site": site.key, "layer": site.layer, "role": site.role,
              "stack": site.stack, "kind": site.kind, "standardization": kind, "lost_share": moments.lost(i, kind),
              "n_tokens": n}
             for i, site in enumerate(sites) for kind in NORMS

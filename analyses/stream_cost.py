@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import pandas as pd
-import torch
 
+from analyses import _source
 from normgeo import figures
 from normgeo.bench.stream import bench_stream
-from normgeo.examples import max_context
-from normgeo.loading import load_model, load_tokenizer
-from normgeo.tokens import load_tokens
 
 LABELS = {
     "base": "base model", "full": "causal LM with logits", "output_hidden_states": "output_hidden_states",
@@ -22,19 +19,27 @@ LABELS = {
 
 
 def compute(
-    model: str | Path = "embedded-layernorm",
-    data: str | Path = "sample",
-    context: int = 256,
+    model: _source.Named = "embedded-layernorm",
+    data: Any = "sample",
+    context: int | None = None,
     batch: int = 8,
     rounds: int = 7,
     device: str | None = None,
 ) -> pd.DataFrame:
-    """Times of every variant and their ratios to the base model's, in float32."""
-    loaded = load_model(model, dtype=torch.float32, device=device)
-    context = min(context, max_context(loaded) or context)
-    tokens = load_tokens(data, load_tokenizer(model), context=context)
+    """Times of every variant and their ratios to the base model's, in float32.
+
+    Args:
+        model: a hub id or directory; None is embedded-layernorm.
+        data: what `normgeo angles` takes, or token ids; None is sample.
+        context: tokens that the model sees together; None is up to 256.
+        batch: contexts that go through it together.
+        rounds: how often every variant is timed.
+        device: where; None is the CPU.
+    """
+    name, loaded, tokens = _source.opened(model, data, context)
+    loaded = loaded.to(device or "cpu").float()  # pyright: ignore[reportArgumentType]
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
-    frame.insert(0, "model", str(model))
+    frame.insert(0, "model", name)
     return frame
 
 

@@ -39,6 +39,21 @@ def normgeo(monkeypatch, capsys, tmp_path):
     return run
 
 
+def test_a_model_is_compared_with_its_naive_swap_alone(normgeo, tmp_path):
+    words = ("gpt2", "--data", "ids.npy", "--null", 4, "--rounds", 0)
+    status, out, _ = normgeo(*words, "--naive")
+    assert status == 0
+    assert "runs/compare-gpt2-2" in out
+    (out,) = (tmp_path / "runs").iterdir()
+    alone = pd.read_parquet(out / "comparison.parquet")
+    assert normgeo("gpt2", "llama", *words[1:], "--naive", "--out", "three")[0] == 0
+    beside = pd.read_parquet(tmp_path / "three/comparison.parquet").drop(index=1).reset_index(drop=True)
+    pd.testing.assert_frame_equal(alone, beside[alone.columns])
+    status, _, err = normgeo(*words)
+    assert status == 1
+    assert "there is nothing to compare gpt2 with: give another model, or --naive" in " ".join(err.split())
+
+
 def test_command_on_saved_models(normgeo, tmp_path, rendered):
     words = ("gpt2", "llama", "--data", "ids.npy", "--naive", "--null", 4, "--rounds", 1)
     status, out, said = normgeo(*words, "--out", "new/here")

@@ -76,7 +76,10 @@ def convert(
 @app.command()
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="The reference: hub id, local directory, or embedded name.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with it.")],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="The model to compare with it.", show_default="none, with --naive"),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="What `angles` takes.", show_default="sample for the pair, else wikipedia")
     ] = None,
@@ -99,7 +102,7 @@ def compare(
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
 ) -> None:
-    """Compare two models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
+    """Compare models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
     from normgeo.comparison.compare import compare_run, default_stem
     from normgeo.system.folders import claimed
 

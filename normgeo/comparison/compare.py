@@ -255,7 +255,7 @@ def _plain(value: Any) -> Any:
 
 def compare_run(
     a: str,
-    b: str,
+    b: str | None,
     out: Path,
     *,
     data: str | None = None,
@@ -273,11 +273,11 @@ def compare_run(
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
 ) -> Comparison:
-    """Load two models by name, compare them and write the result to a directory, which appears whole or not at all.
+    """Load models by name, compare them and write the result to a directory, which appears whole or not at all.
 
     Args:
         a: the reference: hub id, local directory, or embedded name.
-        b: the other model.
+        b: the other model; None where `naive` gives one.
         out: the directory; an empty one may exist.
         data: what `load_tokens` takes; None is the sample for the embedded models, else Wikipedia.
         n_tokens: exactly so many; None is 20,000, or all of them where there are fewer.
@@ -296,23 +296,27 @@ def compare_run(
 
     Raises:
         RunError: the directory holds something, or cannot be written.
+        DataError: there is nothing to compare with.
         ConversionError: `naive`, and the reference has no LayerNorm.
         NormGeoError: whatever is wrong with a model, the data or a number.
     """
     _check_writable(out)
     check_numbers(tokens=n_tokens, context=context, batch=batch, null=null, rounds=rounds, seed=seed)
     device = usable_device(device)
-    local = [name in EMBEDDED or Path(name).is_dir() for name in (a, b)]
+    names = [a] if b is None else [a, b]
+    if b is None and not naive:
+        raise DataError(f"there is nothing to compare {a} with: give another model, or --naive for its naive swap")
+    local = [name in EMBEDDED or Path(name).is_dir() for name in names]
     revisions = [None if here and not all(local) else revision for here in local]
-    named = list(zip(_labels(a, b), (a, b), revisions, strict=True))
+    named = list(zip(_labels(names), names, revisions, strict=True))
     options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
     models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
     for model in models.values():
         check_context(model, context or 1)
-    data = data or ("sample" if {a, b} <= set(EMBEDDED) else "wikipedia")
+    data = data or ("sample" if {*names} <= set(EMBEDDED) else "wikipedia")
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
     is_ids = holds_ids(data)
-    tokenizer = None if is_ids else _shared_tokenizer((a, b), revisions, trust_remote_code)
+    tokenizer = None if is_ids else _shared_tokenizer(names, revisions, trust_remote_code)
     tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
     if naive:
         first = next(iter(models))
@@ -329,30 +333,31 @@ def compare_run(
     return result
 
 
-def default_stem(a: str, b: str) -> Path:
+def default_stem(*models: str | None) -> Path:
     """`runs/compare-<A>-<B>-<date>`, for `claimed`."""
-    names = "-".join(Path(name).resolve().name for name in (a, b))
+    names = "-".join(Path(name).resolve().name for name in models if name is not None)
     return Path("runs") / f"compare-{names}-{datetime.date.today()}"
 
 
-def _labels(a: str, b: str) -> tuple[str, str]:
-    """What two models are called: directories by their own name, unless that is the other's name too."""
-    short = [label_of(name) for name in (a, b)]
-    if short[0] != short[1]:
-        return short[0], short[1]
-    return (a, b) if a != b else (a, f"{b} (again)")
+def _labels(names: Sequence[str]) -> Sequence[str]:
+    """What one or two models are called: directories by their own name, unless that is the other's name too."""
+    short = [label_of(name) for name in names]
+    if len({*short}) == len(names):
+        return short
+    return names if len({*names}) == len(names) else [names[0], f"{names[1]} (again)"]
 
 
-def _shared_tokenizer(names: tuple[str, str], revisions: Sequence[str | None], trust_remote_code: bool) -> Any:
-    """The tokenizer of both models, or of the one that has one.
+def _shared_tokenizer(names: Sequence[str], revisions: Sequence[str | None], trust_remote_code: bool) -> Any:
+    """The tokenizer of all models, or of the one that has one.
 
     Raises:
         DataError: they have different vocabularies.
     """
-    first, second = (
+    found = (
         load_tokenizer(name, revision=of, trust_remote_code=trust_remote_code)
         for name, of in zip(names, revisions, strict=True)
     )
+    first, second = next(found), next(found, None)
     if first is not None and second is not None and first.get_vocab() != second.get_vocab():
         raise DataError(
             f"the tokenizers of {names[0]} and {names[1]} have different vocabularies ({len(first):,} and "

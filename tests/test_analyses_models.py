@@ -1,0 +1,97 @@
+"""Analyses of models and trainings of one's own: from a terminal, and given themselves."""
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from zoo import tiny
+
+from analyses import causal_test, irreversibility, stream_cost, twins_loss
+from analyses.__main__ import main
+from normgeo.errors import DataError
+
+
+@pytest.fixture
+def analysis(tmp_path, monkeypatch, capsys):
+    """Run one in a directory with two models and some ids; gives its table, or what was wrong."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "llama"):
+        tiny(name).save_pretrained(name)
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 96, (4, 64)))
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["analyses", *map(str, words), "--out", "out"])
+        status, err = main(), capsys.readouterr().err
+        return err if status else pd.read_parquet(f"out/{words[0]}.parquet")
+
+    return run
+
+
+def test_models_of_ones_own_by_command(analysis, ids):
+    causal = analysis("causal_test", "--model", "gpt2", "--data", "ids.npy", "--tokens", 100)
+    assert set(causal.model) == {"gpt2"}
+    assert set(causal.tokens) == {100}
+    lost = analysis("irreversibility", "--model", "gpt2", "--model", "llama", "--data", "ids.npy", "--context", 16)
+    assert lost.model.unique().tolist() == ["gpt2", "llama"]
+    cut = irreversibility.compute(["gpt2"], np.load("ids.npy").reshape(16, 16))
+    pd.testing.assert_frame_equal(lost[lost.model == "gpt2"], cut)
+
+
+def test_models_that_are_given_themselves(ids):
+    model = tiny("gpt2")
+    assert set(causal_test.compute(model, ids).model) == {type(model).__name__}
+    assert len(irreversibility.compute([model, tiny("llama")], ids)) == 2 * (5 + 5)
+    assert stream_cost.compute(model, ids, rounds=1, batch=2).ratio.gt(0).all()
+    with pytest.raises(DataError, match="has no tokenizer"):
+        irreversibility.compute([model])
+
+
+def test_what_an_analysis_does_not_take_is_said(analysis):
+    assert "causal_test takes one --model; received 2" in analysis("causal_test", "--model", "gpt2", "--model", "llama")
+    said = analysis("rotation", "--model", "gpt2")
+    assert "rotation does not depend on --model; measure it with `normgeo angles MODEL --out DIR`" in said
+    assert "longer than the model's 64" in analysis(
+        "irreversibility", "--model", "gpt2", "--data", "ids.npy", "--context", 99
+    )
+    assert "llama" not in (said := analysis("causal_test", "--model", "llama", "--data", "ids.npy")), said
+    assert "has no LayerNorm" in said
+
+
+def curve(n, every, shift):
+    held = [5.0 + shift if every and (k + 1) % every == 0 else np.nan for k in range(n)]
+    return pd.DataFrame({
+        "step": np.arange(1, n + 1), "train_loss": np.arange(n) + shift, "lr": 0.1, "held_out_loss": held,
+    })  # fmt: skip
+
+
+def trained(folder, **curves):
+    for norm, table in curves.items():
+        (path := folder / norm / "curve").mkdir(parents=True)
+        table.to_parquet(path / "curve.parquet")
+    return folder
+
+
+def test_twins_of_ones_own_are_reported_where_they_were_evaluated(tmp_path):
+    run = trained(tmp_path / "run", layernorm=curve(11, 4, 0), rmsnorm=curve(11, 4, 0.5))
+    frame = twins_loss.compute(run)
+    first = frame[frame.norm == "layernorm"]
+    assert first.step.tolist() == [4, 8]
+    assert first.train_loss.tolist() == [1.5, 5.5]  # the means of 0 to 3, and of 4 to 7
+    _, difference = twins_loss.plot(frame).axes
+    (line,) = (line for line in difference.lines if len(line.get_xdata()) == 2 and line.get_marker() == "D")
+    assert line.get_label() == "RMSNorm minus LayerNorm"
+    np.testing.assert_allclose(line.get_ydata(), 0.5)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 1), (3, 2), (200, 50)])
+def test_a_twin_that_was_never_evaluated_has_its_training_loss(n, rows, tmp_path):
+    frame = twins_loss.compute(trained(tmp_path / "run", rmsnorm=curve(n, 0, 0)))
+    assert len(frame) == rows
+    assert frame.step.iloc[-1] == n
+    if n == 200:
+        assert frame.train_loss.iloc[-1] == pytest.approx(197.5)
+    (axes,) = twins_loss.plot(frame).axes
+    assert [line.get_label() for line in axes.lines] == ["RMSNorm, training"]
+    with pytest.raises(DataError, match="holds no curve of a training: give the directory"):
+        twins_loss.compute(tmp_path)
