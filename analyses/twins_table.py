@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import matplotlib.figure
 import numpy as np
@@ -21,17 +21,24 @@ VOCABULARY = 50257  # of GPT-2's tokenizer
 
 
 def compute() -> pd.DataFrame:
-    """One row per size: its recipe, the parameters of its LayerNorm twin, the tokens it is trained on, models kept."""
+    """One row per size: its recipe, the tokens that it is trained on, how many models are kept, and its size.
+
+    `parameters` are those of the LayerNorm twin, whose head is tied, and `parameters_untied` of one with a head of its
+    own, which is what the paper's names of the sizes count.
+    """
     return pd.DataFrame([_row(size, recipe) for size, recipe in SIZES.items()])
 
 
 def _row(size: str, recipe: Recipe) -> dict[str, object]:
     vocabulary = AutoConfig.from_pretrained(EMBEDDED["embedded-layernorm"]).vocab_size if size == "tiny" else VOCABULARY
     with torch.device("meta"):
-        parameters = build_twin("layernorm", recipe, vocabulary).num_parameters()
+        parameters, untied = (
+            build_twin("layernorm", replace(recipe, tied=tied), vocabulary).num_parameters() for tied in (True, False)
+        )
     kept = sum(is_kept(step, recipe) for step in range(recipe.steps + 1))
     counts: dict[str, object] = {
         "parameters": parameters,
+        "parameters_untied": untied,
         "tokens": recipe.steps * recipe.batch * recipe.context,
         "checkpoints": kept,
     }
@@ -42,7 +49,8 @@ def _row(size: str, recipe: Recipe) -> dict[str, object]:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning rate by step, with a mark at each model that is kept."""
     sizes = [str(size) for size in frame["size"]]
-    titles = [f"{size}: {parameters / 1e6:,.1f}M" for size, parameters in zip(sizes, frame.parameters, strict=True)]
+    counts = zip(sizes, frame.parameters / 1e6, frame.parameters_untied / 1e6, strict=True)
+    titles = [f"{size}\n{tied:,.0f}M, untied {untied:,.0f}M" for size, tied, untied in counts]
     figure, grid = _axes.grid(
         ["learning rate (thousandths)"], titles, xlabel="step (thousands)", sharey="all", across=6
     )
@@ -56,5 +64,5 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         rates = [1000 * learning_rate(step, recipe) for step in kept]
         axes.plot(np.array(kept) / 1000, rates, ".", color=figures.PALETTE[1], markersize=3, label="model kept")
     figures.legend(figure)
-    figure.suptitle("How the twins of Geometry table 2 are trained; parameters with tied heads", fontsize=9)
+    figure.suptitle("How the twins of Geometry table 2 are trained, and their parameters", fontsize=9)
     return figure

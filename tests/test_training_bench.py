@@ -13,7 +13,7 @@ from transformers import ViTConfig
 
 from analyses import training_cost
 from normgeo.bench import training as training_bench
-from normgeo.bench.training import FORMS, ablated, bench_training, breakdown, images, task_of, text
+from normgeo.bench.training import FORMS, PLAIN, ablated, bench_training, breakdown, images, task_of, text
 from normgeo.errors import DataError, NormGeoError
 from normgeo.training import twins
 from normgeo.training.recipe import SIZES
@@ -66,6 +66,20 @@ def test_forms_without_norms_have_none(form):
     torch.testing.assert_close(normed, doubled, rtol=1e-3, atol=1e-3)
     assert torch.equal(twice, 2 * plain)
     assert torch.equal(plain, x)
+
+
+def test_plain_crmsnorm_is_the_form_with_nothing_to_recenter():
+    """The same function of weights as narrow as the stream, each of them a parameter that gradients reach."""
+    task = text(small(dropout=0.0), vocabulary=48)
+    whole, plain = task.build("pre-crmsnorm"), training_bench._built(task, PLAIN)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=IDS).logits, whole(input_ids=IDS).logits, rtol=0, atol=1e-5)
+    assert not any(is_parametrized(module) for module in plain.modules())
+    plain(input_ids=IDS).logits.square().mean().backward()
+    shapes = {name: tuple(p.shape) for name, p in plain.named_parameters() if p.grad is not None}
+    assert shapes["transformer.h.0.mlp.c_proj.weight"] == (128, 32)
+    assert shapes["transformer.h.0.mlp.c_fc.weight"] == (128, 32)
+    assert 33 not in {n for shape in shapes.values() for n in shape}
 
 
 def test_what_is_not_there_cannot_be_taken_away():
@@ -132,7 +146,7 @@ def test_steps_leave_weights_as_they_are_and_no_gradients(monkeypatch):
         assert all(p.grad is None for model in built for p in model.parameters())
         if part != "norms":
             with torch.no_grad():
-                expected = built[FORMS.index(form)](**task.inputs, labels=task.inputs["input_ids"]).loss
+                expected = built[[*FORMS, PLAIN].index(form)](**task.inputs, labels=task.inputs["input_ids"]).loss
             assert losses == pytest.approx([expected.item()], rel=1e-4)
     for model, values in zip(built, before, strict=True):
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
@@ -146,6 +160,7 @@ def measured():
 def test_a_time_for_every_variant_in_every_round(measured):
     variants = {("layernorm", ""), ("layernorm", "norms")}
     variants |= {(form, part) for form in FORMS[1:] for part in ("", "norms", "linears", "input")}
+    variants |= {(PLAIN, ""), (PLAIN, "norms")}
     for _, one in measured.groupby("round"):
         assert sorted(zip(one.form, one.without, strict=True)) == sorted(variants)
     assert measured["round"].unique().tolist() == [0, 1, 2]
@@ -159,7 +174,7 @@ def test_a_time_for_every_variant_in_every_round(measured):
 
 def test_parts_add_up_to_the_step(measured):
     found = breakdown(measured)
-    assert set(found.form) == {"no-norm", *FORMS}
+    assert set(found.form) == {"no-norm", *FORMS, PLAIN}
     assert (found.q25 <= found.ratio).all()
     assert (found.ratio <= found.q75).all()
     one = measured[measured["round"] == 1]
@@ -230,7 +245,7 @@ def test_mixed_precision_is_what_a_step_computes_in(monkeypatch):
 
 def test_contexts_shorter_than_the_examples():
     frame = bench_training(text(small(context=4), vocabulary=48), rounds=1)
-    assert set(frame.form) == set(FORMS)
+    assert set(frame.form) == {*FORMS, PLAIN}
 
 
 def vit(**changes):
@@ -242,7 +257,7 @@ def test_a_vit_in_all_forms():
     frame = bench_training(images(vit(), batch=2), rounds=1)
     assert set(zip(frame.form, frame.without, strict=True)) >= {(form, "norms") for form in FORMS}
     assert frame[["layers", "d", "heads", "batch", "context", "vocabulary"]].iloc[0].tolist() == [3, 32, 4, 2, 17, 5]
-    assert set(breakdown(frame).form) == {"no-norm", *FORMS}
+    assert set(breakdown(frame).form) == {"no-norm", *FORMS, PLAIN}
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
@@ -266,8 +281,10 @@ def test_forms_of_a_vit_have_its_width():
 
 def test_sizes_that_there_are():
     assert task_of("vit-tiny", batch=2).about["context"] == 197
+    about = task_of("gpt-small", batch=2, context=8, vocabulary=50).about
+    assert about == {"layers": 12, "d": 768, "heads": 12, "batch": 2, "context": 8, "vocabulary": 50}
     assert task_of("tiny", batch=2, context=8).about["context"] == 8
-    with pytest.raises(NormGeoError, match=r"the sizes are tiny, 70m.*vit-tiny, vit-small"):
+    with pytest.raises(NormGeoError, match=r"the sizes are tiny, 70m.*vit-tiny, vit-small.*gpt-small"):
         task_of("vit-nano")
     with pytest.raises(NormGeoError, match=r"--batch must be at least 1, received 0$"):
         task_of("tiny", batch=0)

@@ -35,6 +35,18 @@ def test_twins_start_from_the_same_weights():
     assert all(m.d == 32 for m in built["pre-crmsnorm"].modules() if isinstance(m, CRMSNorm))
 
 
+def test_twins_with_heads_of_their_own_train_as_one():
+    """The head is trained, and the training forms' losses are the Pre-LN model's, as with a tied head."""
+    losses = {}
+    for norm in ("layernorm", "pre-rmsnorm"):
+        model, curve = trained(norm, small(tied=False, steps=6, dropout=0.0))
+        losses[norm] = curve.train_loss.to_numpy()
+        start = build_twin(norm, small(tied=False), 48).lm_head.weight
+        assert not torch.equal(model.lm_head.weight, start)
+        assert not torch.equal(start, model.transformer.wte.weight)
+    np.testing.assert_allclose(*losses.values(), rtol=1e-5)
+
+
 def test_what_a_wider_model_has_more_is_drawn_as_the_rest_was():
     """Of what writes into the stream of a GPT-2 a sqrt(2 * layers)-th as large."""
     config = transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=300, n_positions=256)
@@ -115,10 +127,13 @@ def test_a_compressed_form_with_other_outputs_is_refused(tiny, monkeypatch):
         compressed(tiny("gpt2"))
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_saved_twins_are_the_trained_ones(norm, tmp_path):
-    recipe = small(steps=3, checkpoint_every=3)
+def test_saved_twins_are_the_trained_ones(norm, tied, tmp_path):
+    recipe = small(steps=3, checkpoint_every=3, tied=tied)
     model, _ = trained(norm, recipe, tmp_path)
+    heads = sum(name.startswith("lm_head") for name, _ in model.named_parameters())
+    assert heads == (not tied)
     ids = torch.arange(32).view(2, 16)
     back = load_model(tmp_path / "checkpoints/step-00000003")
     with torch.no_grad():

@@ -39,10 +39,26 @@ from normgeo.training.recipe import Recipe, recipe_for
 from normgeo.training.train import adamw
 from normgeo.training.twins import build_twin
 
-__all__ = ["FORMS", "MIXED", "PARTS", "Task", "ablated", "bench_training", "breakdown", "images", "task_of", "text"]
+__all__ = [
+    "FORMS",
+    "MIXED",
+    "PARTS",
+    "PLAIN",
+    "Task",
+    "ablated",
+    "bench_training",
+    "breakdown",
+    "images",
+    "task_of",
+    "text",
+]
 
 FORMS = ("layernorm", "pre-rmsnorm", "pre-crmsnorm")
 """The Pre-LN model and its two training forms."""
+
+PLAIN = "crmsnorm"
+"""Pre-CRMSNorm with parameters of its own and nothing to recenter or fold, which is what *Pre-RMSNorm* times. It can be
+every function that the Pre-LN model can be, and does not train as that does."""
 
 PARTS = ("norms", "linears", "input", "rest", "optimizer")
 """Norms; recentered and folded linear layers; recentered embeddings; forward and backward without these; AdamW."""
@@ -50,7 +66,7 @@ PARTS = ("norms", "linears", "input", "rest", "optimizer")
 MIXED = ("no", "bf16")
 """Precisions that a step is timed in; fp16 wants losses scaled, which is no part of a step that could be taken away."""
 
-WITHOUT = {"layernorm": ("norms",), "pre-rmsnorm": PARTS[:3], "pre-crmsnorm": PARTS[:3]}
+WITHOUT = {"layernorm": ("norms",), "pre-rmsnorm": PARTS[:3], "pre-crmsnorm": PARTS[:3], PLAIN: ("norms",)}
 
 
 @dataclass(frozen=True)
@@ -134,17 +150,21 @@ def _about(layers: int, d: int, heads: int, batch: int, context: int, vocabulary
 
 
 def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 4096, seed: int = 0) -> Task:
-    """The task of a size: a ViT of *Pre-RMSNorm* table 2 by its name, `vit-tiny`, else a GPT-2 that `train` takes.
+    """The task of a size: a GPT-2 that `train` takes, or a ViT or GPT of *Pre-RMSNorm* table 2 and figure 5.
 
     Raises:
         NormGeoError: there is no such size.
     """
     if size.startswith("vit-") and size in SIZES:
         return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
-    if size not in recipes.SIZES:
-        there = [*recipes.SIZES, *(name for name in SIZES if name.startswith("vit-"))]
-        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join(there)}")
-    return text(recipe_for(size, batch=batch, context=context), vocabulary=vocabulary, seed=seed)
+    if size not in (*recipes.SIZES, *SIZES):
+        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join((*recipes.SIZES, *SIZES))}")
+    shape = {}
+    if size in SIZES:
+        config: Any = SIZES[size]()
+        shape = {"layers": config.n_layer, "d": config.n_embd, "heads": config.n_head}
+    recipe = recipe_for("tiny" if shape else size, batch=batch, context=context, **shape)
+    return text(recipe, vocabulary=vocabulary, seed=seed)
 
 
 @torch.no_grad()
@@ -186,7 +206,7 @@ def _plain(reader: Reader) -> nn.Linear:
 def bench_training(
     task: Task, *, rounds: int = 100, precision: str = "no", device: str = "cpu", seed: int = 0, progress: bool = False
 ) -> pd.DataFrame:
-    """Time training steps of the three forms, of copies without one part, and of the model without norms, interleaved.
+    """Time training steps of all forms, of copies without one part, and of the model without norms, interleaved.
 
     Every variant takes one step a round, in random order, on the same inputs; a round before them warms up. Only whole
     forms have an optimizer, whose learning rate is 0: it does its work, and the weights, of float32, stay where they
@@ -234,12 +254,18 @@ def _variants(task: Task, device: str, precision: str) -> dict[tuple[str, str], 
     """By form and what it lacks: a step, which gives seconds of forward and backward, and of the optimizer."""
     task = replace(task, inputs={k: v.to(device) for k, v in task.inputs.items()}, labels=task.labels.to(device))
     steps = {}
-    for form in FORMS:
-        whole = task.build(form).to(device).train()  # pyright: ignore[reportArgumentType]
+    for form in WITHOUT:
+        whole = _built(task, form).to(device).train()  # pyright: ignore[reportArgumentType]
         for part in WITHOUT[form]:
             steps[form, part] = _step(task, precision, ablated(whole, part), whole)
         steps[form, ""] = _step(task, precision, whole)
     return steps
+
+
+def _built(task: Task, form: str) -> PreTrainedModel:
+    if form != PLAIN:
+        return task.build(form)
+    return ablated(ablated(task.build("pre-crmsnorm"), "linears"), "input")
 
 
 def _step(task: Task, precision: str, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> Step:
@@ -285,7 +311,7 @@ def breakdown(raw: pd.DataFrame) -> pd.DataFrame:
     rest = passes["layernorm", "norms"]
     of_one = {"no-norm": {"rest": rest, "optimizer": adam["layernorm"]}}
     wholes = {"no-norm": rest + adam["layernorm"]}
-    for form in FORMS:
+    for form in [form for form in WITHOUT if form in adam]:
         whole = passes[form, ""]
         taken = {part: whole - passes[form, part] for part in WITHOUT[form]}
         of_one[form], wholes[form] = taken | {"rest": rest, "optimizer": adam[form]}, whole + adam[form]

@@ -41,6 +41,7 @@ def train(
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between the states to resume from.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between held-out losses.")] = None,
+    untie: Annotated[bool, typer.Option("--untie", help="A head of its own, not the embedding's weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Of initialization, data order and dropout.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log every step for TensorBoard.")] = False,
@@ -74,7 +75,7 @@ def train(
             recipe = recipe_for(
                 size, steps=steps, batch=batch, accumulate=accumulate, context=context, lr=lr, warmup=warmup,
                 dropout=dropout, precision=precision, checkpoint_every=checkpoint_every, save_every=save_every,
-                evaluate_every=evaluate_every, seed=seed,
+                evaluate_every=evaluate_every, seed=seed, tied=False if untie else None,
             )  # fmt: skip
             if recipe.warmup > recipe.steps and is_first():
                 warn(

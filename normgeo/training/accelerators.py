@@ -75,7 +75,7 @@ def check_sharding(norm: str, accelerator: accelerate.Accelerator) -> None:
     """Refuse what FSDP cannot do.
 
     Raises:
-        NormGeoError: it is version 1, or the head is tied to an embedding that is recentered.
+        NormGeoError: it is version 1, or the form recenters what the processes would share.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -83,6 +83,6 @@ def check_sharding(norm: str, accelerator: accelerate.Accelerator) -> None:
         raise NormGeoError("models are sharded by FSDP 2; launch with --fsdp_version 2")
     if norm not in ("layernorm", "rmsnorm"):
         raise NormGeoError(
-            f"FSDP cannot shard the {norm} training form, whose head is tied to a recentered embedding; train it with "
-            "torchrun or accelerate launch --multi_gpu, the whole model on each device"
+            f"FSDP cannot shard the {norm} training form, which recenters its parameters where they are read; train it "
+            "with torchrun or accelerate launch --multi_gpu, the whole model on each device"
         )

@@ -39,6 +39,7 @@ def _shape(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
         "n_layer": recipe.layers, "n_embd": recipe.d, "n_head": recipe.heads, "n_positions": recipe.context,
         "vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end,
         "embd_pdrop": recipe.dropout, "attn_pdrop": 0.0, "resid_pdrop": recipe.dropout,
+        "tie_word_embeddings": recipe.tied,
     }  # fmt: skip
 
 
