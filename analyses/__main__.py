@@ -73,7 +73,7 @@ def check(name: str, options: dict[str, Any]) -> None:
         )
         raise DataError(f"{name} does not depend on {', '.join(sorted(unknown))}; {hint}")
     if len(runs := options.get("run", ())) > 1 and (kind := known["run"]):
-        raise DataError(f"{name} takes one --run, {kind}; received {len(runs)}")
+        raise DataError(f"{name} takes one --run, {kind.partition(' [')[0]}; received {len(runs)}")
     if len(models := options.get("models", ())) > 1 and "model" in known:
         raise DataError(f"{name} takes one --model; received {len(models)}")
 
@@ -208,6 +208,9 @@ def main() -> int:
                 if runs := given.get("run"):
                     given["run"] = together(runs, Path(folder)) if len(runs) > 1 else runs[0]
                 run(name, given, out)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # as `head` leaves it; what Python flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -38,8 +38,10 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
     Raises:
         DataError: the directory holds no finished run, or it is asked for a number of tokens.
     """
-    if n_tokens is not None and (run is not None or n_tokens < 1):
-        raise DataError(f"a number of tokens is at least 1 and goes without a run; received {n_tokens}, run {run}")
+    if n_tokens is not None and n_tokens < 1:
+        raise DataError(f"a number of tokens is at least 1; received {n_tokens}")
+    if n_tokens is not None and run is not None:
+        raise DataError(f"{run} has its own tokens; leave out the number of tokens")
     if run is not None:
         return AngleTable.load(run)
     tables = []
@@ -114,6 +116,8 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
         frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
     except ValueError:  # no parquet at all
         frame = pd.DataFrame()
+    if not path.exists():
+        raise DataError(f"there is no file {path}; give one that `{command} --out` wrote")
     if not columns <= set(frame):
         raise DataError(f"{path} is no table that `{command} --out` wrote")
     return frame

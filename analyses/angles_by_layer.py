@@ -32,7 +32,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         for axes, inner in zip(row, stacks.values(), strict=True):
             axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
             here = inner[inner.phase == phase].sort_values("layer")
-            null = here[here.direction == "null"]
+            null = figures.widened(here[here.direction == "null"])
             axes.fill_between(
                 null.layer,
                 null.q05,

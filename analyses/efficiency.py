@@ -45,14 +45,14 @@ def markdown(frame: pd.DataFrame) -> str:
     names = [name for name in LABELS if name in set(frame.variant)]
     frame = frame.assign(models=frame.model.map(_kind))
     by = [*CONDITION, "models"]
-    text = []
+    text, original = [], _original(frame)
     for title, column in (("Whole forward pass", "ratio"), ("Norms and residual additions inside it", "norm_ratio")):
         means = frame.groupby([*by, "variant"], sort=False)[column].mean().unstack("variant")
         means = means[means.notna().any(axis=1)]
         if means.empty:
             continue
         cases = frame[frame.variant == "original"].groupby(by, sort=False).size()
-        text += [f"{title}, time over Pre-LN's", ""]
+        text += [f"{title}, time over that of {original}", ""]
         text += ["| | models | cases | " + " | ".join(LABELS[n] for n in names) + " |"]
         text += ["| --- | --- |" + " ---: |" * (len(names) + 1)]
         for key, row in means.iterrows():
@@ -73,6 +73,14 @@ def _words(key: object) -> str:
     return f"{dtype}, {phase}, {mode}; {device}, {threads} threads"
 
 
+def _original(frame: pd.DataFrame) -> str:
+    """What times are compared with: not every model of one's own is Pre-LN."""
+    return "Pre-LN" if set(frame.model) <= set(SIZES) else "the original"
+
+
+ROOM = 72
+"""Letters that fit below the axes of half a figure."""
+
 MANY = 7
 """Cases of other than plain forward passes that have a row together, whatever their dtypes."""
 
@@ -87,14 +95,15 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.9 * len(conditions)), layout="constrained")
     grid = figure.add_gridspec(len(conditions), 2)
     names = [name for name in LABELS if name in set(frame.variant)]
+    original = _original(frame)
     for row, (key, part) in enumerate(conditions):
         inside = bool(part.norm_ratio.notna().any())
         whole = figure.add_subplot(grid[row, 0] if inside else grid[row, :])
-        _compared(whole, part, names, "")
+        _compared(whole, part, names, original, "")
         whole.set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
-        whole.set_ylabel("time / Pre-LN")
+        whole.set_ylabel(f"time / {original}")
         if inside:
-            _compared(figure.add_subplot(grid[row, 1]), part, names, "norm_")
+            _compared(figure.add_subplot(grid[row, 1]), part, names, original, "norm_")
     figures.legend(figure, columns=4)
     devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
@@ -109,7 +118,7 @@ def _rows(frame: pd.DataFrame) -> pd.Series:
     return dtypes + ", " + frame.phase + ", " + frame["mode"]
 
 
-def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> None:
+def _compared(axes: Axes, part: pd.DataFrame, names: list[str], original: str, prefix: str) -> None:
     """A group for each model and shape: points for whole passes, around 1, and bars from 0 for what is inside."""
     cases = part[["dtype", "model", "batch", "length"]].drop_duplicates()
     value = f"{prefix}ratio"
@@ -120,12 +129,16 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> 
         if rows[value].isna().all():
             continue
         error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
-        at, color = np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2), ENDS.get(name, figures.PALETTE[k % 7])
+        at, color = (
+            np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2),
+            ENDS.get(name, figures.PALETTE[list(LABELS).index(name) % 7]),
+        )
+        label = LABELS[name].replace(LABELS["original"], original) if name.startswith("original") else LABELS[name]
         ticks: Any = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
         if prefix:
-            axes.bar(at, rows[value], wide, yerr=error, label=LABELS[name], color=color, linewidth=0, error_kw=ticks)
+            axes.bar(at, rows[value], wide, yerr=error, label=label, color=color, linewidth=0, error_kw=ticks)
         else:
-            axes.errorbar(at, rows[value], error, label=LABELS[name], color=color, fmt="o", markersize=2.5, **ticks)
+            axes.errorbar(at, rows[value], error, label=label, color=color, fmt="o", markersize=2.5, **ticks)
         lows.append(float(rows[f"{value}_q25"].min()))
         highs.append(float(rows[f"{value}_q75"].max()))
         middles.append(float(rows[value].max()))
@@ -143,7 +156,9 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], prefix: str) -> 
     for dtype, model, batch, length in cases.itertuples(index=False):
         told = [word for word, differs in ((f"{batch} x {length}", shapes), (dtype, dtypes)) if differs]
         labels.append(f"{model}\n{', '.join(told)}")
-    if len(cases) < MANY:
+    axes.set_xlim(-0.55, len(cases) - 0.45)
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    if len(cases) * longest < (ROOM if prefix or part.norm_ratio.notna().any() else 2 * ROOM):
         axes.set_xticks(np.arange(len(cases)), labels, fontsize=6)
     else:
         in_line = [" ".join(label.split("\n")) for label in labels]

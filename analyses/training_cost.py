@@ -72,7 +72,7 @@ def _bars(axes: Axes, table: pd.DataFrame) -> None:
         place, whole.ratio, [whole.ratio - whole.q25, whole.q75 - whole.ratio], fmt="_", color="0.1", markersize=14,
         elinewidth=0.8, capsize=2, label="whole step, with quartiles",
     )  # fmt: skip
-    for x, (ratio, edge) in enumerate(zip(whole.ratio, whole.q75, strict=True)):
+    for x, (ratio, edge) in enumerate(zip(whole.ratio, np.maximum(whole.q75, base), strict=True)):
         axes.annotate(f"{ratio:.1f}", (x, edge), (0, 2), textcoords="offset points", ha="center", fontsize=7)
     axes.set_xticks(place, [NAMES[form] for form in forms], fontsize=7)
     axes.grid(visible=False, axis="x")

@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import matplotlib.figure
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
@@ -142,14 +141,11 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
 
 def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
     axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
-    null = here[here.direction == "null"].sort_values("layer")
+    null = widened(here[here.direction == "null"])
     if len(null):
-        x, pad = null.layer.to_numpy(float), 0.3 if null.layer.nunique() == 1 else 0.0
-        if pad:
-            x = np.array([x[0] - pad, x[0] + pad])
-        low, high, least, most = (np.resize(null[c].to_numpy(), len(x)) for c in ("q05", "q95", "min_deg", "max_deg"))
-        axes.fill_between(x, least, most, color="0.9", linewidth=0, label="means of random directions: all")
-        axes.fill_between(x, low, high, color="0.78", linewidth=0, label="central 90%")
+        label = "means of random directions: all"
+        axes.fill_between(null.layer, null.min_deg, null.max_deg, color="0.9", linewidth=0, label=label)
+        axes.fill_between(null.layer, null.q05, null.q95, color="0.78", linewidth=0, label="central 90%")
     for k, (name, color) in enumerate(COLORS.items()):
         rows = here[here.direction == name].sort_values("layer")
         if len(rows):
@@ -159,6 +155,14 @@ def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
             )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.08)
+
+
+def widened(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows by layer for a band: that of a single layer has an end on either side, else it would have no width."""
+    rows = rows.sort_values("layer")
+    if len(rows) != 1:
+        return rows
+    return pd.concat([rows.assign(layer=rows.layer + side) for side in (-0.3, 0.3)])
 
 
 def _by_layer(

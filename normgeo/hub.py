@@ -12,7 +12,7 @@ from typing import Any
 
 from normgeo.errors import DataError, ModelError
 
-__all__ = ["FORM", "HUB", "HubText", "opened", "revisions", "texts", "unreachable"]
+__all__ = ["FORM", "HUB", "LARGE", "HubText", "opened", "revisions", "texts", "unreachable"]
 
 HUB = {"openwebtext": "Skylion007/openwebtext", "wikipedia": "wikimedia/wikipedia@20231101.en"}
 """The data sets that `--data` takes by a name of their own."""
@@ -23,6 +23,9 @@ FORM = "ORG/NAME[@CONFIGURATION[@SPLIT]][:COLUMN]"
 NAMED = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<configuration>[\w.-]+)(@(?P<split>[\w.-]+))?)?(:(?P<column>[^/]+))?"
 )
+
+LARGE = frozenset(HUB.values())
+"""The names of those, which have more tokens than a run takes where nobody says how many."""
 
 PATIENCE = 10.0
 """Seconds to wait for the hub before it is called out of reach."""

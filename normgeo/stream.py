@@ -237,8 +237,8 @@ def in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManag
     )
 
 
-def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
-    """Run a model on a batch of token ids, without a cache; gives what the model returns.
+def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int, **options: Any) -> Any:
+    """Run a model on a batch of token ids, without a cache, with other `options` of its own; gives what it returns.
 
     Raises:
         DataError: a token id is beyond the vocabulary.
@@ -250,7 +250,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int) -> Any:
             "tokenizer"
         )
     accepted = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    options |= {"use_cache": False} if "use_cache" in accepted else {}
     with in_memory(model, batch), uncompiled():
         ids = torch.from_numpy(batch.ids).to(model.device, non_blocking=model.device.type == "cuda")
         if "decoder_input_ids" in accepted:

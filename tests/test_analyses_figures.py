@@ -95,6 +95,14 @@ def test_of_several_models_the_first_norm_of_every_layer_is_drawn():
             assert set(zip(null.layer, null[column].round(6), strict=True)) <= box
 
 
+def test_the_band_of_a_single_layer_has_a_width():
+    frame = table(phase=["pre", "post"], direction=[*figures.COLORS, "null"])
+    for axes in angles_by_layer.plot(frame[frame.layer == 1]).axes:
+        (band,) = axes.collections[:1]
+        x = band.get_paths()[0].vertices[:, 0]
+        assert x.min() < 1 - 0.2 < 1 + 0.2 < x.max()
+
+
 def test_the_place_among_random_directions_is_drawn_before_and_after_every_norm():
     frame = table(phase=["pre", "post"])
     axes = iter(null_ensemble.plot(frame).axes)

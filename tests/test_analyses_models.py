@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 from zoo import tiny
 
-from analyses import causal_test, irreversibility, stream_cost, twins_loss
+from analyses import causal_test, irreversibility, masks, stream_cost, twins_loss
 from analyses.__main__ import main
-from normgeo.errors import DataError
+from normgeo.angles.runs import RunConfig, start_run
+from normgeo.errors import DataError, RunError
 
 
 @pytest.fixture
@@ -56,6 +57,33 @@ def test_what_an_analysis_does_not_take_is_said(analysis):
     )
     assert "llama" not in (said := analysis("causal_test", "--model", "llama", "--data", "ids.npy")), said
     assert "has no LayerNorm" in said
+
+
+def test_an_interrupted_analysis_is_one_word(tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("analyses.__main__.run", stopped)
+    monkeypatch.setattr(sys, "argv", ["analyses", "stream_cost", "--out", str(tmp_path)])
+    assert main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "token"])
+def test_scalars_that_are_not_whole_are_no_numbers(damage, tmp_path):
+    """A chunk that is not there would be read as NaN, or as token ids of zero, without a word."""
+    run = tmp_path / "run"
+    start_run(RunConfig(("embedded-layernorm",), tokens=2000, context=128, null=4, keep="scalars"), run, progress=False)
+    chunks = sorted((run / "scalars.zarr/embedded-layernorm").rglob("*ln_1/post/c/0/0"))
+    if damage == "token":
+        chunks = sorted((run / "scalars.zarr/embedded-layernorm/tokens").rglob("position/c/0"))
+    chunk = chunks[0]
+    if damage == "cut":
+        chunk.write_bytes(chunk.read_bytes()[:7])
+    else:
+        chunk.unlink()
+    with pytest.raises(RunError, match="is damaged: " if damage == "cut" else "1 of 1 chunks are missing; put it back"):
+        masks.compute(run)
 
 
 def curve(n, every, shift):

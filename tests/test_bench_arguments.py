@@ -57,7 +57,7 @@ def unmeasured(monkeypatch):
         (("norms", "--seconds", "-1"), "--seconds takes a number from 0 on; received -1.0"),
         (("inference", "m", "--seconds", "nan"), "--seconds takes a number from 0 on; received nan"),
         (("inference", "m", "--dtype", ""), "--dtype takes one or more, comma-separated; received ''"),
-        (("inference", "m", "--dtype", "int4"), "no dtype 'int4'; choose float32, bfloat16, autocast"),
+        (("inference", "m", "--dtype", "int4"), "no dtype 'int4'; choose float32, bfloat16, float16, autocast"),
         (("inference", "m", "--variants", ","), "--variants takes one or more, comma-separated; received ','"),
         (("inference", "m", "--variants", "nope"), "no variant 'nope'; choose original, original-kernel,"),
         (
@@ -105,7 +105,7 @@ def test_no_benchmark_takes_a_device_without_numbers(words, normgeo):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--length", "16,999"), "a length at most 256; received 1 and 999"),
+        (("--length", "16,999"), "256 positions: give a --length up to 256, received 999"),
         (("--length", "16", "--batch", f"1,{10**15}"), f"a batch of {10**15} x 16 tokens does not fit into memory;"),
         (("--length", "16", "--batch", f"1,{10**25}"), f"a batch of {10**25} x 16 tokens does not fit into memory;"),
         (("--length", "16", "--variants", "pre-crmsnorm"), "no variant pre-crmsnorm of TwinLMHeadModel; it has"),

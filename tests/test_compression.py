@@ -9,7 +9,7 @@ from test_convert import PRE_LN, SINGLE_INSIDE, Scale, worst_error
 from zoo import fresh, perturb, tiny
 
 from normgeo import convert, decompress, load_model
-from normgeo.conversion import compression
+from normgeo.conversion import compression, runs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.probing import outputs_of, tied
 from normgeo.errors import ConversionError, ModelError
@@ -24,6 +24,21 @@ def rounding(name):
 def converted(name, **options):
     model = tiny(name).double()
     return model, convert(model, **options)
+
+
+def test_how_many_numbers_a_conversion_has_is_said():
+    """A tied head comes loose; what is compressed is smaller than the model with a head of its own."""
+    model = tiny("gpt2")
+    before, head = (sum(p.numel() for p in part.parameters()) for part in (model, model.lm_head))
+    loose = f"the head is no longer tied to the embedding: {before + head:,} parameters; --keep-tie keeps {before:,}"
+    assert runs._sizes(model, convert(model).model) == [loose]
+    small = convert(model, to="crmsnorm").model
+    after = sum(p.numel() for p in small.parameters())
+    assert after < before + head
+    said = f"streams of 31 numbers for 32: {after:,} parameters, for {before + head:,} before"
+    assert runs._sizes(model, small) == [loose, said]
+    assert runs._sizes(model, convert(model, to="crmsnorm", padded=True).model) == [loose]
+    assert runs._sizes(model, convert(model, keep_tie=True).model) == []
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -230,7 +230,7 @@ def test_a_variant_that_gives_nan_is_refused(monkeypatch):
         ({"phases": ("training",)}, "no phase 'training'; choose forward, decode"),
         ({"modes": ("jit",)}, "no mode 'jit'; choose eager"),
         ({"modes": ("graph",)}, "CUDA graphs need a CUDA device"),
-        ({"lengths": (65,)}, "a length at most 64; received 1 and 65"),
+        ({"lengths": (65,)}, "64 positions: give a --length up to 64, received 65"),
         ({"batches": (0,)}, "a batch is at least 1"),
     ],
 )
@@ -240,7 +240,7 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_what_cannot_decode_is_named():
-    with pytest.raises(ModelError, match="does not generate text"):
+    with pytest.raises(ModelError, match="it generates no text, and cannot decode"):
         bench_inference(tiny("vit"), variants=("no-norm",), phases=("decode",), rounds=1)
 
 

@@ -229,7 +229,7 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     assert frame["size"].unique().tolist() == ["tiny"]
     assert "mixed precision, bfloat16" in training_cost.plot(frame).get_suptitle()
     out.unlink()
-    with pytest.raises(DataError, match="is no table that"):
+    with pytest.raises(DataError, match=r"there is no file .*cost\.parquet; give one that"):
         training_cost.compute(out)
 
 

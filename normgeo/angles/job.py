@@ -15,6 +15,7 @@ from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
+from normgeo.hub import LARGE
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.sites import NormSite, find_sites
@@ -204,8 +205,8 @@ def counted(
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
     most = asked or default
-    if tokens.revision and asked is not None:  # not to be read twice
-        return tokens, asked
+    if tokens.revision and (asked is not None or tokens.digest in LARGE):  # not to be read before it is measured
+        return tokens, most
 
     def count() -> tuple[int, list[Any]]:
         nonlocal tokens

@@ -37,6 +37,9 @@ __all__ = ["Rows", "ScalarStore", "ScalarWriter", "bytes_needed", "scalar_rows",
 
 QUANTITIES = ("norm", *NAMES)
 
+WHOLE: Any = {"write_empty_chunks": True}
+"""Chunks of which all is zero or NaN are written as others are, so that one that is not there is missing."""
+
 Rows = dict[tuple[int, str], Tensor]
 """By a site's index and the phase: norms and angles, [vectors, quantities]."""
 
@@ -105,7 +108,7 @@ class ScalarWriter:
         for name in (f"tokens/{n}" for n in ("id", "document", "position")):
             self._arrays[name] = root.create_array(
                 name, shape=(self.n_tokens,), chunks=(self.block,), dtype="int64", compressors=None,
-                dimension_names=("token",),
+                dimension_names=("token",), config=WHOLE,
             )  # fmt: skip
         for i, phase in _kept(self.sites):
             site, quantities = self.sites[i], _quantities(phase)
@@ -113,7 +116,7 @@ class ScalarWriter:
             self._arrays[name] = root.create_array(
                 name, shape=(self.n_tokens * site.heads, len(quantities)),
                 chunks=(self.block * site.heads, len(quantities)), dtype="float32", fill_value=float("nan"),
-                compressors=None, dimension_names=("vector", "quantity"),
+                compressors=None, dimension_names=("vector", "quantity"), config=WHOLE,
                 attributes={**asdict(site), "quantities": list(quantities)},
             )  # fmt: skip
 
@@ -162,7 +165,8 @@ class ScalarWriter:
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
         if name not in self._arrays:
             self._root = self._root or zarr.open_group(self.path, mode="r+")
-            self._arrays[name] = self._root[name]  # pyright: ignore
+            with zarr.config.set({f"array.{option}": value for option, value in WHOLE.items()}):
+                self._arrays[name] = self._root[name]  # pyright: ignore
         self._arrays[name][start : start + len(values)] = values
 
 
@@ -176,6 +180,7 @@ class ScalarStore:
 
     def __init__(self, path: str | Path) -> None:
         try:
+            self.path = Path(path)
             self.root = zarr.open_group(path, mode="r", zarr_format=3)
             self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
         except (FileNotFoundError, KeyError, OSError) as error:
@@ -188,7 +193,26 @@ class ScalarStore:
         )
 
     def _token(self, name: str) -> np.ndarray:
-        return np.asarray(self.root[f"tokens/{name}"][:])  # pyright: ignore
+        array: Any = self.root[f"tokens/{name}"]
+        return (
+            np.asarray(array[:]) if name == "document" else self._read(array)
+        )  # runs had no chunks of first documents
+
+    def _read(self, array: zarr.Array) -> np.ndarray:
+        """All of an array. A chunk that is not there would be read as NaN, or as zeros.
+
+        Raises:
+            RunError: it is not whole.
+        """
+        advice = "put it back, or measure again with --keep scalars"
+        if (there := array.nchunks_initialized) < array.nchunks:
+            raise RunError(
+                f"{self.path}, {array.path}: {array.nchunks - there} of {array.nchunks} chunks are missing; {advice}"
+            )
+        try:
+            return np.asarray(array[:])
+        except (ValueError, OSError, RuntimeError) as error:  # whatever zarr and its codecs raise
+            raise RunError(f"{self.path}, {array.path} is damaged: {error}; {advice}") from error
 
     @staticmethod
     def _leaves(group: Any) -> list[str]:
@@ -207,7 +231,7 @@ class ScalarStore:
     def norms(self, site: str, phase: str = "pre") -> Float[np.ndarray, " vectors"]:
         """Norm of every vector of a site: pre, standardized or post."""
         array = self._array(site, phase)
-        norm = np.asarray(array[:, 0])
+        norm = self._read(array)[:, 0]
         if phase == "standardized" and array.attrs["kind"] != "layernorm":
             eps = torch.tensor(float(array.attrs["eps"]))  # pyright: ignore
             return standardized_norm(torch.from_numpy(norm), int(array.attrs["d"]), eps).numpy()  # pyright: ignore
@@ -227,7 +251,7 @@ class ScalarStore:
         if direction not in NAMES:
             raise RunError(f"no direction {direction!r}; angles are kept to {', '.join(NAMES)}")
         array = self._array(site, phase)
-        block, quantities = np.asarray(array[:]), list(array.attrs["quantities"])  # pyright: ignore
+        block, quantities = self._read(array), list(array.attrs["quantities"])  # pyright: ignore
         valid = (block[:, 0] > 0) & np.isfinite(block.sum(1))
         column = quantities.index(direction) if direction in quantities else None
         short_of = np.zeros(len(block)) if column is None else block[:, column].astype(np.float64)

@@ -254,9 +254,13 @@ def bench_inference(
         with _fitting(batch, length):
             _inputs(model, batch, length, phase)  # what the model does not take, before anything is measured
     announce(f"{name}: {model.num_parameters():,} parameters, {len(sites)} norms of width {sites[0].d}; converting")
-    models = bases(model, sites, wanted)
+    say = None if variants else lambda base, error: announce(f"without {base}: {error}")
+    models = bases(model, sites, wanted, say)
+    wanted = [name for name in wanted if VARIANTS[name].base in models]
     if not variants:
         wanted = [name for name in wanted if _possible(name, models, sites, announce)]
+    if "decode" in phases and "forward" in phases and not generates:
+        announce(f"without decoding: {type(model).__name__} generates no text one token after the other")
     about = {
         "model": name, "parameters": model.num_parameters(), "norm": sites[0].kind, "norms": len(sites),
         "d": sites[0].d, **circumstances(model.device), "seed": seed,
@@ -277,9 +281,7 @@ def bench_inference(
                 frames.append(raw.assign(**about, **asdict(case)))
                 keep(frames[-1])
     if not frames:
-        why = (
-            "decoding is measured in mode eager alone" if generates else "it does not generate text, and cannot decode"
-        )
+        why = "decoding is measured in mode eager alone" if generates else "it generates no text, and cannot decode"
         raise ModelError(f"{name} has nothing to measure: {why}")
     return pd.concat(frames, ignore_index=True)
 
@@ -301,10 +303,12 @@ def _possible(name: str, models: Bases, sites: Sequence[NormSite], announce: Cal
 
 def _inputs(model: PreTrainedModel, batch: int, length: int, phase: str) -> dict[str, Tensor]:
     """A batch of random inputs that the model accepts."""
-    longest = max_context(model) if length else None
-    needed = length + (phase == "decode")
-    if batch < 1 or length < 0 or (longest is not None and needed > longest):
-        raise ModelError(f"a batch is at least 1 and a length at most {longest}; received {batch} and {length}")
+    if batch < 1 or length < 0:
+        raise ModelError(f"a batch is at least 1, and a length at least 0; received {batch} and {length}")
+    longest, more = max_context(model) if length else None, int(phase == "decode")
+    if longest is not None and length + more > longest:
+        why = f"{longest} positions{', of which decoding takes one' if more else ''}"
+        raise ModelError(f"{type(model).__name__} has {why}: give a --length up to {longest - more}, received {length}")
     inputs = example_inputs(model, max(length, 1))
     return {name: value[torch.arange(batch, device=value.device) % 2].contiguous() for name, value in inputs.items()}
 

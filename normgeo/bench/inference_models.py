@@ -99,7 +99,7 @@ def main_sites(model: PreTrainedModel) -> list[NormSite]:
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
-DTYPES = ("float32", "bfloat16", "autocast", "int8", "int8-dynamic")
+DTYPES = ("float32", "bfloat16", "float16", "autocast", "int8", "int8-dynamic")
 """`autocast`: float32 weights under bfloat16 autocast; `int8`: weights quantized by torchao, activations in bfloat16;
 `int8-dynamic`: activations quantized too, so that matrix products are of int8."""
 
@@ -116,10 +116,10 @@ def in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
         raise ModelError(f"no dtype {dtype!r}; choose {', '.join(DTYPES)}")
     if dtype in ("float32", "autocast"):
         return model
-    model = copy.deepcopy(model)
+    model, half = copy.deepcopy(model), torch.float16 if dtype == "float16" else torch.bfloat16
     for tensor in model.state_dict(keep_vars=True).values():  # tables that are made anew stay in float32
         if tensor.is_floating_point():
-            tensor.data = tensor.data.bfloat16()
+            tensor.data = tensor.data.to(half)
     if dtype in QUANTIZED:
         try:
             torchao = importlib.import_module("torchao.quantization")
@@ -200,13 +200,20 @@ def _fused(model: PreTrainedModel, _: Sequence[NormSite]) -> PreTrainedModel:
 
 
 class _NoNorm(nn.Module):
+    """What gives its input, with the parameters of the norm that was there: Mamba's blocks read their dtype."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in norm.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
 def _without_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
     for site in sites:
-        put(model, site.name, _NoNorm())
+        put(model, site.name, _NoNorm(model.get_submodule(site.name)))
     return model
 
 
@@ -269,11 +276,20 @@ def check_variants(original: PreTrainedModel, sites: Sequence[NormSite], variant
         raise NormGeoError(f"no variant {', '.join(unknown)} of {type(original).__name__}; it has {', '.join(there)}")
 
 
-def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequence[str]) -> Bases:
+def bases(
+    original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequence[str],
+    without: Callable[[str, NormGeoError], Any] | None = None,
+) -> Bases:  # fmt: skip
     """The models whose weights these variants need, in the original's dtype; conversions are certified.
 
+    Args:
+        original: the model.
+        sites: its norms.
+        variants: what is to be made.
+        without: told of a conversion that failed, which is then left out; None is that none may.
+
     Raises:
-        NormGeoError: there is no such variant of this model, or a conversion failed.
+        NormGeoError: there is no such variant of this model, or a conversion failed, or all of them.
     """
     check_variants(original, sites, variants)
     is_layernorm = sites[0].kind == "layernorm"
@@ -284,7 +300,17 @@ def bases(original: PreTrainedModel, sites: Sequence[NormSite], variants: Sequen
     options: dict[str, dict[str, Any]] = {
         "pre-rmsnorm": {}, "pre-crmsnorm": {"to": "crmsnorm"}, "pre-crmsnorm-padded": {"to": "crmsnorm", "padded": True}
     }  # fmt: skip
-    return {"original": original} | {name: convert(original, gauge=gauge, **options[name]).model for name in wanted}
+    found, failed = {"original": original}, {}
+    for name in [name for name in options if name in wanted]:
+        try:
+            found[name] = convert(original, gauge=gauge, **options[name]).model
+        except NormGeoError as error:
+            failed[name] = error
+    if failed and (without is None or len(found) == 1):
+        raise next(iter(failed.values()))
+    for name, error in failed.items():
+        without(name, error)  # pyright: ignore[reportOptionalCall]
+    return found
 
 
 def derived(name: str, models: Bases, sites: Sequence[NormSite]) -> PreTrainedModel:

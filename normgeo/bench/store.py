@@ -22,6 +22,7 @@ import torch
 from normgeo.angles.job import Job, RunConfig, prepare
 from normgeo.angles.measure import new_statistics
 from normgeo.angles.statistics import AngleStatistics
+from normgeo.errors import StoreError
 from normgeo.geometry import Directions
 from normgeo.sites import NormSite
 from normgeo.store.capture import CaptureConfig, start_capture
@@ -33,7 +34,7 @@ from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.system.files import check_folder
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import devices, synchronize
+from normgeo.system.timing import circumstances, devices, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -89,13 +90,16 @@ def bench_store(
     Returns:
         One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
         `ratio` and its quartiles `ratio_q25`, `ratio_q75`: the seconds that a byte or a token takes, over those of the
-        variant named in `baseline` in the same round.
+        variant named in `baseline` in the same round; and what was measured on what.
 
     Raises:
-        NormGeoError: whatever is wrong with the model or the data.
+        NormGeoError: whatever is wrong with the model, the data or the folder.
     """
+    if "//" in str(folder) or str(folder).partition(":/")[0] in ("s3", "gs"):
+        raise StoreError(f"--folder is a directory on the disk that is measured; received {folder}")
     check_folder(folder, "--folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        raise StoreError(f"there is no directory {folder}; give --folder one on the disk that is to be measured")
     run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
     with memory_kept(), tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
@@ -104,7 +108,11 @@ def bench_store(
         for _ in range(rounds):
             for name in order.sample(list(measures), len(measures)):
                 seconds[name].append(measures[name].run())
-    return pd.DataFrame([_row(name, measure, seconds, n_tokens) for name, measure in measures.items()])
+    frame = pd.DataFrame([_row(name, measure, seconds, n_tokens) for name, measure in measures.items()])
+    return frame.assign(
+        model=job.label, dtype=job.about["dtype"], tokens=n_tokens, context=job.tokens.context, batch=batch,
+        rounds=rounds, **circumstances(job.model.device),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

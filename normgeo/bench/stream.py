@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import multiprocessing
 import random
@@ -120,20 +119,10 @@ def _variants(
 ) -> dict[str, Callable[[TokenBatch], Any]]:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
 
-    def plain(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
+    def plain(runner: PreTrainedModel, **options: Any) -> Callable[[TokenBatch], None]:
         def run(chunk: TokenBatch) -> None:
             with torch.inference_mode():
-                forward(runner, chunk, vocabulary)
-
-        return run
-
-    def hidden_states(runner: PreTrainedModel) -> Callable[[TokenBatch], None]:
-        options = {"use_cache": False} if "use_cache" in inspect.signature(runner.forward).parameters else {}
-
-        def run(chunk: TokenBatch) -> None:
-            ids = torch.from_numpy(chunk.ids).to(model.device)
-            with torch.inference_mode():
-                runner(input_ids=ids, output_hidden_states=True, **options)
+                forward(runner, chunk, vocabulary, **options)
 
         return run
 
@@ -163,7 +152,7 @@ def _variants(
     return {
         "base": plain(base_model(shared_copy(model))),
         "full": plain(shared_copy(model)),
-        "output_hidden_states": hidden_states(base_model(shared_copy(model))),
+        "output_hidden_states": plain(base_model(shared_copy(model)), output_hidden_states=True),
         "cosine_hooks": watched(shared_copy(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
         "clone_hooks": watched(shared_copy(model), torch.clone),
         "statistics": measured(shared_copy(model), 0),

@@ -12,6 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
 from normgeo.errors import NormGeoError
-from normgeo.models import seeded, usable_device
+from normgeo.models import memory_explained, seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import circumstances, interleaved, synchronize
@@ -155,6 +156,15 @@ def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 
     Raises:
         NormGeoError: there is no such size.
     """
+    with _fitting(batch, context):
+        return _task_of(size, batch, context, vocabulary, seed)
+
+
+def _fitting(batch: int, context: int) -> AbstractContextManager[None]:
+    return memory_explained(f"a step of {batch} x {context}", "give a smaller --batch or --context", counted=True)
+
+
+def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int) -> Task:
     if size.startswith("vit-") and size in SIZES:
         return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
     if size not in (*recipes.SIZES, *SIZES):
@@ -232,7 +242,11 @@ def bench_training(
         raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
     if precision not in MIXED:
         raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
-    device = usable_device(device)
+    with _fitting(task.about["batch"], task.about["context"]):
+        return _timed(task, usable_device(device), rounds, precision, seed, progress)
+
+
+def _timed(task: Task, device: str, rounds: int, precision: str, seed: int, progress: bool) -> pd.DataFrame:
     steps = _variants(task, device, precision)
     measures = {" without ".join(name): step for name, step in steps.items()}
     tokens = task.about["batch"] * task.about["context"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
-from rich.table import Table
+from rich.table import Column, Table
 
 from normgeo.cli.app import bench_app, console, note, quiet
 from normgeo.errors import NormGeoError
@@ -44,7 +44,10 @@ def bench_inference(
         typer.Argument(help="vit-tiny to vit-giant, gpt-small to gpt-2.7b, hub ids, directories.", metavar="MODEL..."),
     ],
     dtype: Annotated[
-        str, typer.Option(help="Of float32, bfloat16, autocast, int8 and int8-dynamic, comma-separated.")
+        str,
+        typer.Option(
+            help="Of float32, bfloat16, float16, autocast (bfloat16), int8 and int8-dynamic, comma-separated."
+        ),
     ] = "float32",
     batch: Annotated[str, typer.Option(help="Sequences or images at once, comma-separated.")] = "1",
     length: Annotated[str, typer.Option(help="Tokens, comma-separated; images have their own.")] = "512",
@@ -172,7 +175,21 @@ def bench_store(
     frame = bench_store(
         model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
     )
-    console.print(frame.to_string(index=False, float_format=lambda x: f"{x:,.2f}"), highlight=False)
+    first = frame.iloc[0]
+    console.print(
+        f"{first.model}, {first.tokens:,} tokens in contexts of {first.context}, {first['dtype']}, {rounds} rounds, "
+        f"{first.device}, threads: {first.threads}",
+        highlight=False,
+    )
+    table = Table(Column("variant", no_wrap=True), "seconds", "MB/s", "tokens/s", "ratio", "to", box=SIMPLE)
+    for row in frame.to_dict("records"):
+        rate = "" if row["mb_per_s"] != row["mb_per_s"] else f"{row['mb_per_s']:,.0f}"
+        same = row["baseline"] == row["variant"]
+        table.add_row(
+            row["variant"], f"{row['seconds']:.3g}", rate, f"{row['tokens_per_s']:,.0f}",
+            "" if same else _spread(row, "ratio"), "" if same else row["baseline"],
+        )  # fmt: skip
+    console.print(table)
     write_table(frame, out)
 
 
@@ -227,7 +244,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 def _spread(row: dict, name: str) -> str:
     if row[name] != row[name]:
         return ""
-    return f"{row[name]:.3f} ({row[f'{name}_q25']:.3f} to {row[f'{name}_q75']:.3f})"
+    return f"{row[name]:.3f} ({row[f'{name}_q25']:.3f}-{row[f'{name}_q75']:.3f})"
 
 
 def _share(row: dict, prefix: str) -> str:
@@ -241,7 +258,8 @@ def _inference(frame: pd.DataFrame) -> None:
     keys = ["dtype", "batch", "length", "phase", "mode"]
     for _, part in frame.groupby(["model", *keys], sort=False):
         rows = part.to_dict("records")
-        table = Table("variant", "ms", "ratio", "share", "norms ms", "norms ratio", "norms share", "error", box=SIMPLE)
+        names = ("ms", "ratio", "share", "norms ms", "norms ratio", "norms share", "error")
+        table = Table(Column("variant", no_wrap=True), *names, box=SIMPLE)
         for row in rows:
             inside = row["norm_seconds"]
             table.add_row(
@@ -260,7 +278,7 @@ def _inference(frame: pd.DataFrame) -> None:
 
 def _norms(frame: pd.DataFrame) -> None:
     for (shape, dtype), part in frame.groupby(["shape", "dtype"], sort=False):
-        table = Table("norm", "us", "ratio to torch's LayerNorm", "GB/s", "of copy", box=SIMPLE)
+        table = Table(Column("norm", no_wrap=True), "us", "ratio to torch's LayerNorm", "GB/s", "of copy", box=SIMPLE)
         rows = part.to_dict("records")
         for row in rows:
             table.add_row(

@@ -22,6 +22,7 @@ from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
 from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
 from normgeo.models import pick_dtype, usable_device, weights_digest
+from normgeo.norms import CRMSNorm
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.folders import whole_directory
 from normgeo.tokens import load_tokens
@@ -130,10 +131,24 @@ def convert_checkpoint(
     conversion = convert(
         model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs, certify_on=batches
     )  # fmt: skip
-    if len(tied(conversion.model)) < len(tied(model)):
-        before, after = (sum(p.numel() for p in m.parameters()) for m in (model, conversion.model))
-        announce(f"the head is no longer tied to the embedding: {after:,} parameters; --keep-tie keeps {before:,}")
+    for line in _sizes(model, conversion.model):
+        announce(line)
     return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
+
+
+def _sizes(model: PreTrainedModel, converted: PreTrainedModel) -> list[str]:
+    """How many parameters a conversion has where that is another number, and why, in lines."""
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (model, converted))
+    own = [group for group in tied(model) if group not in tied(converted)]
+    untied = before + sum(model.get_parameter(group[0]).numel() * (len(group) - 1) for group in own)
+    lines = []
+    if own:
+        lines = [f"the head is no longer tied to the embedding: {untied:,} parameters; --keep-tie keeps {before:,}"]
+    widths = {module.d for module in converted.modules() if isinstance(module, CRMSNorm) and not module.padded}
+    if widths:
+        streams = " and ".join(f"{d:,} numbers for {d + 1:,}" for d in sorted(widths))
+        lines += [f"streams of {streams}: {after:,} parameters, for {untied:,} before"]
+    return lines
 
 
 def _original(name: str, revision: str | None, **more: str) -> dict[str, Any]:
