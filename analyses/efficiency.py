@@ -70,7 +70,7 @@ def _kind(model: str) -> str:
 
 def _words(key: object) -> str:
     dtype, phase, mode, device, threads = key  # pyright: ignore
-    return f"{dtype}, {phase}, {mode}; {device}, {threads} threads"
+    return f"{dtype}, {phase}, {mode}; {device}, threads: {threads}"
 
 
 def _original(frame: pd.DataFrame) -> str:
@@ -105,7 +105,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         if inside:
             _compared(figure.add_subplot(grid[row, 1]), part, names, original, "norm_")
     figures.legend(figure, columns=4)
-    devices = ", ".join(f"{d} ({t} threads)" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
+    devices = ", ".join(f"{d}, threads: {t}" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
     return figure
 

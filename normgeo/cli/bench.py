@@ -270,7 +270,7 @@ def _inference(frame: pd.DataFrame) -> None:
         first = rows[0]
         console.print(
             f"{first['model']}, {first['dtype']}, {first['batch']} x {first['length']}, {first['phase']}, "
-            f"{first['mode']}; {first['rounds']} rounds, {first['device']}, {first['threads']} threads",
+            f"{first['mode']}; {first['rounds']} rounds, {first['device']}, threads: {first['threads']}",
             highlight=False,
         )
         console.print(table)
@@ -286,6 +286,6 @@ def _norms(frame: pd.DataFrame) -> None:
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
         passes = rows[0]["passes"] + ("" if rows[0].get("beta", True) else ", without beta")
-        about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, {rows[0]['threads']} threads"
+        about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, threads: {rows[0]['threads']}"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
         console.print(table)
