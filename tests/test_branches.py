@@ -1,0 +1,85 @@
+"""What branches add to the stream: against what the branches themselves give, module by module."""
+
+import numpy as np
+import pytest
+import torch
+from zoo import tiny
+
+from analyses import branches
+
+BRANCHES = {  # what is added to the stream, by the model's own modules, and the stream itself
+    "gpt2": {"attention": ["transformer.h.{}.attn"], "mlp": ["transformer.h.{}.mlp"]},
+    "llama": {"attention": ["model.layers.{}.self_attn"], "mlp": ["model.layers.{}.mlp"]},
+    "gpt_neox": {"parallel": ["gpt_neox.layers.{}.attention", "gpt_neox.layers.{}.mlp"]},
+    "bert": {
+        "attention": ["bert.encoder.layer.{}.attention.output.dense"], "mlp": ["bert.encoder.layer.{}.output.dense"],
+    },
+}  # fmt: skip
+
+
+def outputs(model, ids, names):
+    """What modules give, [tokens, d], of one pass."""
+    found, hooks = {}, []
+    for name in names:
+        keep = lambda _, __, out, name=name: found.__setitem__(name, out[0] if isinstance(out, tuple) else out)  # noqa: E731
+        hooks.append(model.get_submodule(name).register_forward_hook(keep))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return {name: value.double().flatten(0, 1) for name, value in found.items()}
+
+
+def inputs(model, ids, names):
+    """What goes into modules, [tokens, d], of one pass."""
+    found, hooks = {}, []
+    for name in names:
+        keep = lambda _, args, name=name: found.__setitem__(name, args[0].detach().clone())  # noqa: E731
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(keep))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return {name: value.double().flatten(0, 1) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_is_added_is_what_the_branches_give(name, ids):
+    model = tiny(name).double()
+    frame = branches.compute([model], ids)
+    layers = model.config.num_hidden_layers
+    assert len(frame) == layers * len(BRANCHES[name])
+    tokens = torch.from_numpy(np.asarray(ids))
+    for row in frame.to_dict("records"):
+        modules = [module.format(row["layer"]) for module in BRANCHES[name][row["role"]]]
+        added = sum(outputs(model, tokens, modules).values())
+        stream = inputs(model, tokens, [row["site"]])[row["site"]]
+        if name == "bert":  # the stream is what the norm before gives, of which this one reads the sum
+            stream = stream - added
+        cosine = (added * stream).sum(1) / (added.norm(dim=1) * stream.norm(dim=1))
+        expected = {
+            "norm": added.norm(dim=1), "relative_norm": added.norm(dim=1) / stream.norm(dim=1), "cosine": cosine,
+            "energy_share": added.sum(1) ** 2 / (added.shape[1] * added.norm(dim=1) ** 2),
+        }  # fmt: skip
+        for column, values in expected.items():
+            assert row[column] == pytest.approx(values.mean().item(), rel=1e-6), (row["site"], column)
+        assert row["n_tokens"] == tokens.numel()
+
+
+def test_streams_of_encoder_and_decoder_are_apart(ids):
+    frame = branches.compute([tiny("t5")], ids)
+    added = {stack: part.role.tolist() for stack, part in frame.groupby("stack")}
+    assert added == {
+        "encoder.block": ["attention", "mlp"] * 2, "decoder.block": ["attention", "cross_attention", "mlp"] * 2,
+    }  # fmt: skip
+    titles = [axes.get_title() for axes in branches.plot(frame).axes[:2]]
+    assert len({*titles}) == 2
+
+
+def test_a_figure_has_what_the_table_has(ids):
+    frame = branches.compute([tiny("gpt2"), tiny("gpt_neox")], ids)
+    axes = branches.plot(frame).axes
+    lines = {line.get_label(): line for line in axes[0].lines}
+    here = frame[(frame.model == frame.model.iloc[0]) & (frame.role == "mlp")]
+    np.testing.assert_allclose(lines["MLP"].get_ydata(), here.relative_norm)
+    assert "attention and MLP" in {line.get_label() for line in axes[1].lines}
