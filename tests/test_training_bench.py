@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from training_zoo import small
 from transformers import ViTConfig
+from zoo import tiny
 
 from analyses import training_cost
 from normgeo.bench import training as training_bench
@@ -277,6 +278,34 @@ def test_forms_of_a_vit_have_its_width():
     for name, value in values[0].items():  # all start from the same numbers
         other = next(v for k, v in values[2].items() if twins.plain_name(k) == name)
         torch.testing.assert_close(other[tuple(slice(n) for n in value.shape)], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "vit"])
+def test_models_of_ones_own_in_all_forms(arch, tmp_path):
+    """Of a directory: whole forms give the model's outputs, and one that cannot be is one line."""
+    model = tiny(arch, **({"embd_pdrop": 0.1, "resid_pdrop": 0.1} if arch == "gpt2" else {}))
+    model.save_pretrained(tmp_path / "model")
+    task = task_of(str(tmp_path / "model"), batch=2, context=8)
+    with torch.no_grad():
+        expected = model.eval()(**task.inputs).logits
+        for form in (*FORMS, PLAIN):
+            found = training_bench._built(task, form).eval()(**task.inputs).logits
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    frame = bench_training(task, rounds=1)
+    assert set(frame.form) == {*FORMS, PLAIN}
+    assert frame[["layers", "d", "batch"]].iloc[0].tolist() == [2, 32, 2]
+
+
+def test_models_that_are_not_timed_are_one_line(tmp_path):
+    for arch in ("llama", "bert"):
+        tiny(arch).save_pretrained(tmp_path / arch)
+    with pytest.raises(NormGeoError, match="no norms to take away"):
+        bench_training(task_of(str(tmp_path / "llama"), batch=2, context=8), rounds=1)
+    with pytest.raises(NormGeoError, match="is no causal language model, nor a classifier of images"):
+        task_of(str(tmp_path / "bert"))
+    tiny("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(NormGeoError, match="longer than the model's 64; give --context 64"):
+        task_of(str(tmp_path / "gpt2"), context=65)
 
 
 def test_sizes_that_there_are():

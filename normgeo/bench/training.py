@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,16 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 from normgeo.bench.inference_models import SIZES
+from normgeo.cards import EMBEDDED
 from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
 from normgeo.errors import NormGeoError
+from normgeo.examples import example_inputs
+from normgeo.loading import load_model
 from normgeo.models import memory_explained, seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.stream import check_context
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import circumstances, interleaved, synchronize
 from normgeo.training import recipe as recipes
@@ -50,6 +55,7 @@ __all__ = [
     "bench_training",
     "breakdown",
     "images",
+    "own",
     "task_of",
     "text",
 ]
@@ -106,7 +112,7 @@ def text(recipe: Recipe, *, vocabulary: int = 4096, seed: int = 0) -> Task:
         lambda form: build_twin(form, recipe, vocabulary),
         {"input_ids": ids},
         ids[:, 1:].flatten(),
-        lambda logits, labels: cross_entropy(logits[:, :-1].flatten(0, 1), labels),
+        _next_token,
         recipe,
         _about(recipe.layers, recipe.d, recipe.heads, recipe.batch, recipe.context, vocabulary),
     )
@@ -146,15 +152,62 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
     )
 
 
+def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0) -> Task:
+    """The next token of random ids by a Pre-LN model of one's own, or classes of random images; float32, no dropout.
+
+    Its Pre-CRMSNorm form has streams that are one narrower.
+
+    Raises:
+        NormGeoError: there is no such model, or it is no causal language model nor a classifier of images.
+    """
+    model = load_model(name, dtype=torch.float32)
+    config: Any = model.config.get_text_config()
+    is_image, classes = model.main_input_name == "pixel_values", int(getattr(config, "num_labels", 0))
+    if not (is_image and classes) and not model.can_generate():
+        raise NormGeoError(f"{type(model).__name__} is no causal language model, nor a classifier of images")
+
+    def build(form: str) -> PreTrainedModel:
+        model = _without_dropout(load_model(name, dtype=torch.float32)).requires_grad_(True)
+        if form == "pre-rmsnorm":
+            return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
+        return compressed(model) if form == "pre-crmsnorm" else model
+
+    shape = (config.num_hidden_layers, config.hidden_size, getattr(config, "num_attention_heads", 0))
+    generator = torch.Generator().manual_seed(seed)
+    if is_image:
+        inputs = {k: v[:1].repeat(batch, *[1] * (v.ndim - 1)) for k, v in example_inputs(model).items()}
+        labels = torch.randint(classes, (batch,), generator=generator)
+        return Task(build, inputs, labels, cross_entropy, recipe_for("tiny"), _about(*shape, batch, 1, classes))
+    check_context(model, context)
+    ids = torch.randint(config.vocab_size, (batch, context), generator=generator)
+    about = _about(*shape, batch, context, config.vocab_size)
+    return Task(build, {"input_ids": ids}, ids[:, 1:].flatten(), _next_token, recipe_for("tiny"), about)
+
+
+def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for config in (model.config, model.config.get_text_config()):
+        for key, value in list(vars(config).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _next_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+
+
 def _about(layers: int, d: int, heads: int, batch: int, context: int, vocabulary: int) -> dict[str, int]:
     return {"layers": layers, "d": d, "heads": heads, "batch": batch, "context": context, "vocabulary": vocabulary}
 
 
 def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 4096, seed: int = 0) -> Task:
-    """The task of a size: a GPT-2 that `train` takes, or a ViT or GPT of *Pre-RMSNorm* table 2 and figure 5.
+    """The task of a size: a GPT-2 that `train` takes, a ViT or GPT of *Pre-RMSNorm* table 2 and figure 5, or a model.
 
     Raises:
-        NormGeoError: there is no such size.
+        NormGeoError: there is no such size, nor a model of that name.
     """
     with _fitting(batch, context):
         return _task_of(size, batch, context, vocabulary, seed)
@@ -167,8 +220,13 @@ def _fitting(batch: int, context: int) -> AbstractContextManager[None]:
 def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int) -> Task:
     if size.startswith("vit-") and size in SIZES:
         return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
+    if size in EMBEDDED or "/" in size or Path(size).is_dir():
+        return own(size, batch=batch, context=context, seed=seed)
     if size not in (*recipes.SIZES, *SIZES):
-        raise NormGeoError(f"no size {size!r}; the sizes are {', '.join((*recipes.SIZES, *SIZES))}")
+        raise NormGeoError(
+            f"no size {size!r}; the sizes are {', '.join((*recipes.SIZES, *SIZES))}, and a model of yours is named by "
+            "its directory or hub id"
+        )
     shape = {}
     if size in SIZES:
         config: Any = SIZES[size]()

@@ -196,7 +196,10 @@ def bench_store(
 @bench_app.command("train")
 def bench_train(
     sizes: Annotated[
-        str, typer.Option(help="Sizes that `train` takes, and vit-tiny to vit-giant, with commas between.")
+        str,
+        typer.Option(
+            help="Sizes that `train` takes, vit-tiny to vit-giant, gpt-small to gpt-2.7b, or models; commas between."
+        ),
     ] = "tiny,70m",
     batch: Annotated[int, typer.Option(help="Sequences or images in a step.")] = 4,
     context: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
