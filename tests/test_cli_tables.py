@@ -72,7 +72,7 @@ def test_times_of_passes_are_in_milliseconds_and_shares_in_percent(printed):
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._inference, inference_summary(raw))}
     spread = "0.950 (0.950-0.950)", "0.800 (0.800-0.800)"
     assert rows["fused"] == ["1900.000", spread[0], "50%", "400.000", spread[1], "25%", "2e-06"]
-    assert "m, float32, 2 x 8, forward, eager; 3 rounds, a, 1 threads" in rows
+    assert "m, float32, 2 x 8, forward, eager; 3 rounds, a, threads: 1" in rows
     noisy = raw.assign(seconds=raw.seconds.where(raw.variant != "no-norm", 2.2))
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._inference, inference_summary(noisy))}
     assert (rows["fused"][2], rows["fused"][5]) == ("no clear gap", "25%")

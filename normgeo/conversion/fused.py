@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import sys
+import weakref
 from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +16,7 @@ from normgeo.kernels import norm_ops
 
 __all__ = ["NO_GRAD", "Stream", "added", "begins", "norm_forward"]
 
+storage_users = torch._C._storage_Use_Count  # pyright: ignore
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
@@ -47,6 +50,8 @@ class Stream:
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: where the inputs are, which are the caller's.
         last: what a norm was given last.
+        seen: the sum that a pass in mode `watch` has made last, and where.
+        added_to: what it has added to, by weak references, and where.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own`, and `reader`, whose it is.
     """
@@ -58,7 +63,8 @@ class Stream:
         self.were: tuple[list[Any], ...] | None = None
         self.mode: Literal["watch", "exact", "fast"] = "watch"
         self.narrow, self.refused = False, {"output_hidden_states"}
-        self.seen: list[tuple[Tensor, nn.Module, int, bool]] = []
+        self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
+        self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
         self.reset()
 
     def reset(self, *inputs: Any, running: bool = False) -> None:
@@ -69,6 +75,12 @@ class Stream:
         self.own: Tensor | None = None
         self.ready: Tensor | None = None
         self.reader: nn.Module | None = None
+
+    def without_kept(self, x: Tensor | None = None) -> None:
+        """Add in place nowhere to what is still there behind all blocks, beside x: somebody may read it."""
+        for residual, block, place in self.added_to:
+            if (kept := residual()) is not None and kept is not x:
+                block.normgeo_next[place] = None
 
     def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
@@ -99,6 +111,14 @@ def begins(tensor: Tensor) -> int:
         return 0
 
 
+def _held(tensor: Tensor) -> int:
+    """By how many it is held: itself by names, lists and attributes, and its memory by views of it."""
+    try:
+        return sys.getrefcount(tensor) + storage_users(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        return sys.getrefcount(tensor)
+
+
 def norm_forward(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The forward of a norm in this mode: what is ready, or the norm."""
     stream: Stream = self.normgeo_stream
@@ -109,9 +129,11 @@ def norm_forward(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         z, stream.ready, stream.reader = stream.ready, None, None
         return z if x is own else z.view(x.shape)  # pyright: ignore
     if stream.mode == "watch":
-        for total, block, place, over in stream.seen:
-            if _is(total, x):
-                block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
+        if not self.normgeo_inner:
+            stream.without_kept(x)
+        if stream.seen is not None and _is(stream.seen[0], x):
+            _, block, place, over = stream.seen
+            block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 
 
@@ -126,8 +148,9 @@ def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
         return plus(a, b)
     if stream.mode == "watch":
         total = plus(a, b)
-        stream.seen = [seen for seen in stream.seen if seen[0] is not total]  # what they were is gone
-        stream.seen.append((total, block, place, begins(x) not in block.normgeo_kept))
+        if stream.seen is not None and _is(stream.seen[0], residual):
+            stream.added_to.append((weakref.ref(residual), block, place))
+        stream.seen = (total, block, place, begins(x) not in block.normgeo_kept)
         return total
     reader, own = block.normgeo_next.get(place), stream.own
     stream.ready = stream.reader = None
@@ -137,6 +160,12 @@ def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
         total = plus(a, b)
         if total.data_ptr() not in stream.given:
             stream.own = total
+        return total
+    if stream.mode == "exact":
+        block.normgeo_held[place] = max(_held(residual), block.normgeo_held.get(place, 0))
+    elif _held(residual) > block.normgeo_held.get(place, 0):  # by somebody who was not there when this was verified
+        total = plus(a, b)
+        stream.own = total
         return total
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given

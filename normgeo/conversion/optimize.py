@@ -119,7 +119,8 @@ def _within(stream: Stream, module: Any, forward: Callable[..., Any], args: Any,
 # --- the mode --------------------------------------------------------------------------------------------------------
 
 OURS = {
-    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_kept", "normgeo_forward",
+    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_held", "normgeo_kept",
+    "normgeo_forward",
     "__getstate__", "__deepcopy__",
 }  # fmt: skip
 """What the mode gives to modules, each for itself. Classes stay as they are: others share them."""
@@ -148,7 +149,9 @@ def _blocks(model: nn.Module, norms: Iterable[str]) -> Iterator[tuple[str, nn.Mo
 
 def fused_norms(model: nn.Module) -> list[str]:
     """Names of the norms that an optimized model computes together with the addition before them."""
-    readers = {id(reader.norm) for m in model.modules() for reader in m.__dict__.get("normgeo_next", {}).values()}
+    readers = {
+        id(reader.norm) for m in model.modules() for reader in m.__dict__.get("normgeo_next", {}).values() if reader
+    }
     return [name for name, module in model.named_modules() if id(module) in readers]
 
 
@@ -236,7 +239,10 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
     blocks = [block for block in blocks if type(block) in fused]
     own: dict[nn.Module, dict[str, Any]] = {
         **{norm: {"forward": norm_forward, "normgeo_inner": id(norm) in inner} for norm in norms},
-        **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_kept": kept} for block in blocks},
+        **{
+            block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_held": {}, "normgeo_kept": kept}
+            for block in blocks
+        },
     }
     own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
     own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
@@ -267,7 +273,9 @@ def _verify(
         raise ConversionError(
             f"{type(model).__name__} reads the hidden states of its own layers: it cannot be fused"
         ) from error
-    stream.seen.clear()
+    stream.seen = None
+    stream.without_kept()
+    stream.added_to.clear()
     if not fused_norms(model):
         raise ConversionError(f"no norm of {type(model).__name__} reads a sum that its blocks compute; nothing to fuse")
     if not _equal(watched, truth):
@@ -293,7 +301,8 @@ def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: Strea
         with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):  # else all weights are held twice
             stream.mode = "watch"
             truth = outputs_of(model, inputs)
-            stream.seen.clear()
+            stream.seen = None
+            stream.added_to.clear()
             stream.mode, stream.narrow = "exact", True
             return _equal(outputs_of(model, inputs), truth)
     except ModelError:
