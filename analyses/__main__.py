@@ -68,9 +68,8 @@ def check(name: str, options: dict[str, Any]) -> None:
         raise DataError(f"no analysis {name!r}; there are {', '.join(names())}")
     known = options_of(name)
     if unknown := {FLAGS[o] for o in options} - {FLAGS[o] for o in known}:
-        hint = (
-            "measure it with `normgeo angles MODEL --out DIR`, and give --run DIR" if "run" in known else "leave it out"
-        )
+        of_angles = known.get("run") == ""  # others say of what their runs are
+        hint = "measure it with `normgeo angles MODEL --out DIR`, and give --run DIR" if of_angles else "leave it out"
         raise DataError(f"{name} does not depend on {', '.join(sorted(unknown))}; {hint}")
     if len(runs := options.get("run", ())) > 1 and (kind := known["run"]):
         raise DataError(f"{name} takes one --run, {kind.partition(' [')[0]}; received {len(runs)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,19 @@ def opened(model: Named, data: Any = "sample", context: int | None = None) -> tu
         name, loaded, tokenizer = type(model).__name__, model, None
     else:
         name, loaded, tokenizer = label_of(str(model)), load_model(model), load_tokenizer(model)
-    context = context or min(CONTEXT, max_context(loaded) or CONTEXT)
+    context = min(CONTEXT, max_context(loaded) or CONTEXT) if context is None else context
     check_context(loaded, context)
     return name, loaded, load_tokens(data, tokenizer, context)
+
+
+def check_new(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a model that is called as another one is, whose rows could not be told apart.
+
+    Raises:
+        DataError: that.
+    """
+    if any(row["model"] == name for row in rows):
+        raise DataError(f"two of the models would be called {name!r}; give each once, or rename the directory of one")
 
 
 @contextmanager

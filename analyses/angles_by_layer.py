@@ -26,7 +26,8 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     models = list(frame.model.unique())
     if len(models) == 1:
         return figures.draw(frame, "angles", models[0])
-    stacks = _source.stacks(figures.first_of_layers(frame))
+    first = figures.first_of_layers(frame)
+    stacks = _source.stacks(first if len(first) else frame)
     figure, grid = _axes.grid([f"{figures.PHASE_LABELS[phase]} (degrees)" for phase in ("pre", "post")], list(stacks))
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         for axes, inner in zip(row, stacks.values(), strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
+from normgeo.errors import DataError
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch
@@ -104,9 +105,14 @@ def compute(
     rows = []
     for each in models:
         name, model, tokens = _source.opened(each, data, context)
+        _source.check_new(name, rows)
         sink = _Added(name, sites := find_sites(model))
         observe(model, tokens, [sink], sites=sites, n_tokens=n_tokens)
-        rows += [{"model": name} | row for row in sink.rows()]
+        if not (found := sink.rows()):
+            raise DataError(
+                f"no two norms of {name} read its residual stream one after the other: nothing can be told apart"
+            )
+        rows += [{"model": name} | row for row in found]
     return pd.DataFrame(rows)
 
 

@@ -77,6 +77,7 @@ def compute(
     rows = []
     for each in models:
         name, model, tokens = _source.opened(each, data, context)
+        _source.check_new(name, rows)
         moments = _Moments(sites := find_sites(model))
         n = observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
         rows += [

@@ -29,6 +29,10 @@ def located(data: str | Path) -> tuple[Path, str]:
     (PosixPath('articles.parquet'), 'body')
     """
     path = Path(data)
+    if not str(data):
+        raise DataError(
+            f"the name of the data is empty; give the path of some, or {', '.join(('sample', *HUB))}, or {FORM}"
+        )
     if ":" not in path.name or path.exists():
         return path, TEXT
     name, _, column = str(data).rpartition(":")

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import matplotlib.figure
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
@@ -259,20 +260,34 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of norms that read the residual stream: not those of branches, of heads, or of what a branch gives.
 
-    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others and no final one. All rows
-    of a model that was measured nowhere else.
+    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others; a final norm is given
+    there what the last of them gives, and not what branches were added to. All rows of a model that was measured
+    nowhere else.
     """
 
     def reads(rows: pd.DataFrame) -> pd.Series:
-        post = rows.role.str.startswith("post_")
-        pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel", "final"])
-        return ~rows.role.isin(["qk", "inner", "head"]) & ~(post if pre.any() else pre)
+        post, final = rows.role.str.startswith("post_"), rows.role.eq("final")
+        pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel"])
+        on = ~rows.role.isin(["qk", "inner", "head"])
+        return on & ~post if pre.any() or (final.any() and not _hands_on(rows[post], rows[final])) else on
 
     kept = [frame[:0]]
     for _, rows in frame.groupby("model", sort=False):
         on = pd.concat([part[reads(part)] for _, part in rows.groupby("stack", sort=False)])
         kept.append(on if len(on) else rows)
     return pd.concat(kept).sort_index()
+
+
+def _hands_on(post: pd.DataFrame, final: pd.DataFrame) -> bool:
+    """Whether what the last of these norms gives is what the final one is given, as far as both were measured."""
+    if not {"phase", "direction", "mean_deg", "mean_norm"} <= set(post) or not len(post):
+        return False
+    gives = post[(post.phase == "post") & (post.direction == "uniform") & (post.site == post.site.iloc[-1])]
+    given = final[(final.phase == "pre") & (final.direction == "uniform")]
+    if not len(gives) or not len(given):
+        return False
+    numbers = ["mean_deg", "mean_norm"]
+    return bool(np.allclose(gives[numbers].iloc[0].astype(float), given[numbers].iloc[0].astype(float), rtol=1e-6))
 
 
 def first_of_layers(frame: pd.DataFrame) -> pd.DataFrame:

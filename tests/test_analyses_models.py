@@ -5,11 +5,13 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+import zarr
 from zoo import tiny
 
-from analyses import causal_test, irreversibility, masks, stream_cost, twins_loss
+from analyses import branches, causal_test, irreversibility, masks, stream_cost, twins_loss
 from analyses.__main__ import main
 from normgeo.angles.runs import RunConfig, start_run
+from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import DataError, RunError
 
 
@@ -48,7 +50,23 @@ def test_models_that_are_given_themselves(ids):
         irreversibility.compute([model])
 
 
+def test_models_that_are_called_alike_are_not_one(tmp_path):
+    for folder in ("a", "b"):
+        tiny("gpt2").save_pretrained(tmp_path / folder / "step-10")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (2, 16)))
+    for compute in (irreversibility.compute, branches.compute):
+        with pytest.raises(DataError, match="two of the models would be called 'step-10'"):
+            compute([tmp_path / "a/step-10", tmp_path / "b/step-10"], tmp_path / "ids.npy")
+
+
+def test_a_model_whose_stream_one_norm_reads_has_no_branches(ids):
+    with pytest.raises(DataError, match="no two norms of GPT2LMHeadModel read its residual stream"):
+        branches.compute([tiny("gpt2", n_layer=0)], ids)
+
+
 def test_what_an_analysis_does_not_take_is_said(analysis):
+    assert "leave it out" in analysis("twins_loss", "--tokens", 5)
+    assert "at least 1" in analysis("irreversibility", "--model", "gpt2", "--data", "ids.npy", "--context", 0)
     assert "causal_test takes one --model; received 2" in analysis("causal_test", "--model", "gpt2", "--model", "llama")
     said = analysis("rotation", "--model", "gpt2")
     assert "rotation does not depend on --model; measure it with `normgeo angles MODEL --out DIR`" in said
@@ -82,8 +100,12 @@ def test_scalars_that_are_not_whole_are_no_numbers(damage, tmp_path):
         chunk.write_bytes(chunk.read_bytes()[:7])
     else:
         chunk.unlink()
+    group = zarr.open_group(run / "scalars.zarr/embedded-layernorm", mode="r+")
     with pytest.raises(RunError, match="is damaged: " if damage == "cut" else "1 of 1 chunks are missing; put it back"):
         masks.compute(run)
+    if damage == "gone":  # older versions left out chunks of NaN alone
+        group.attrs["every_chunk"] = False
+        assert np.isnan(ScalarStore(run / "scalars.zarr/embedded-layernorm").norms(chunk.parts[-5], "post")).all()
 
 
 def curve(n, every, shift):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -11,8 +12,10 @@ import pandas as pd
 import pytest
 from training_zoo import small
 
+from normgeo.angles.job import prepare
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.documents import read_documents
+from normgeo.cards import EMBEDDED
+from normgeo.documents import located, read_documents
 from normgeo.errors import DataError, RunError
 from normgeo.hub import HubText
 from normgeo.loading import load_tokenizer
@@ -121,6 +124,43 @@ def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, tmp_path, m
     assert set(whole.read) == set(moving.read) == {"a"}
     frames = [pd.read_parquet(tmp_path / name / "angles.parquet") for name in ("whole", "broken")]
     pd.testing.assert_frame_equal(*frames)
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_all_models_of_a_run_are_given_one_commit(after, tmp_path, monkeypatch, no_figures):
+    """The second too, where the run is interrupted before it."""
+    config = RunConfig(tuple(EMBEDDED), "org/texts", 600, context=64, null=4, batch=2)
+    moving = Moving(monkeypatch, after)
+    if after:
+        with pytest.raises((DataError, RunError), match="no route to host"):
+            start_run(config, tmp_path / "run", progress=False)
+        resume_run(tmp_path / "run", progress=False)
+    else:
+        start_run(config, tmp_path / "run", progress=False)
+    assert set(moving.read) == {"a"}
+    models = json.loads((tmp_path / "run/run.json").read_text())["models"]
+    assert [about["data_revision"] for about in models.values()] == ["a", "a"]
+
+
+def test_processes_agree_on_a_commit(monkeypatch):
+    """What the first of them was told is what all read."""
+    Moving(monkeypatch, 0)
+    told = {}
+
+    def first(name, do):
+        told[name] = do()
+        return "first's" if name == "revision" else told[name]
+
+    job = prepare(RunConfig(("embedded-layernorm",), "org/texts", 300, context=64), "embedded-layernorm", first=first)
+    assert told["revision"] == "a"
+    assert job.about["data_revision"] == "first's"
+
+
+def test_no_name_is_no_directory():
+    """An unset variable of a shell is not the current directory; a dot is."""
+    with pytest.raises(DataError, match="the name of the data is empty"):
+        load_tokens("", load_tokenizer("embedded-layernorm"))
+    assert located(".") == (Path(), "text")
 
 
 def test_a_training_is_finished_on_the_commit_that_it_was_begun_on(tmp_path, monkeypatch):

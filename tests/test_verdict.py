@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from normgeo.angles.verdict import scenario, summary, verdict
+from normgeo.figures import on_stream
 
 
 @pytest.fixture
@@ -87,6 +88,19 @@ def test_norms_that_read_no_residual_stream_answer_no_scenario(frame, role):
     assert "Scenario 1" in said and "**holds** for m." in said and "median over 1 sites; 60.00° to 60.00°" in said  # noqa: PT018
     assert "| all other tokens | 100 | 60.00° | 1 |" in said
     assert "left out of what follows" not in verdict(frame.assign(role=role), sinks)  # there are no others
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_norms_behind_additions_are_on_the_stream_where_the_last_hands_it_to_the_final_one(frame, hands_on):
+    """Post-LN with a final norm, as torch's own encoders; OLMo-2, whose final norm reads what branches add up to."""
+    uniform, final = frame.direction == "uniform", frame.site == "s3"
+    frame.loc[~final, "role"], frame.loc[final, "role"] = "post_mlp", "final"
+    frame["mean_norm"] = 7.0
+    last = uniform & (frame.site == "s2") & (frame.phase == "post")
+    given = uniform & final & (frame.phase == "pre")
+    frame.loc[last, "mean_deg"] = frame.loc[given, "mean_deg"].item() + (0.0 if hands_on else 1.0)
+    assert ("left out of what follows" in verdict(frame, pd.DataFrame())) is not hands_on
+    assert set(on_stream(frame).site) == ({"s0", "s1", "s2", "s3"} if hands_on else {"s3"})
 
 
 def test_a_checkpoint_is_summed_up_by_the_norms_on_the_stream(frame):

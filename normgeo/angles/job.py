@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
-from normgeo.tokens import TokenStream, absolute, holds_ids, load_tokens
+from normgeo.tokens import TokenStream, absolute, holds_ids, load_tokens, on_hub
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare", "revision_in"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -134,7 +134,7 @@ class Job:
 
 
 def prepare(
-    config: RunConfig, name: str, *, before: dict[str, Any] | None = None,
+    config: RunConfig, name: str, *, before: dict[str, Any] | None = None, revision: str | None = None,
     first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
     made: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
 ) -> Job:  # fmt: skip
@@ -144,6 +144,7 @@ def prepare(
         config: of the run.
         name: of the model.
         before: what they were when the run was begun.
+        revision: of text on the hub the commit that the run's other models were given.
         first: what the first of several processes does for all of them; see `Ranks.first`.
         made: what is measured, of what was loaded.
     """
@@ -158,7 +159,10 @@ def prepare(
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
     if context is not None:
         check_context(model, context)
-    tokens = load_tokens(config.source, tokenizer, context, revision=(before or {}).get("data_revision"))
+    revision = (before or {}).get("data_revision") or revision
+    if (hub := on_hub(config.source)) and tokenizer is not None and revision is None:
+        revision = first("revision", lambda: hub.pinned().revision)
+    tokens = load_tokens(config.source, tokenizer, context, revision=revision)
     check_context(model, tokens.context)
     if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all
         n_tokens = before["n_tokens"]
@@ -193,6 +197,11 @@ def prepare(
     }
     block = config.block(n_tokens, tokens.context)
     return Job(label_of(name), model, tokens, sites, n_tokens, bos, config.keeps_scalars(n_tokens), block, about)
+
+
+def revision_in(abouts: Iterable[dict[str, Any]]) -> str | None:
+    """The commit of the text that models of a run were given, by what is recorded of them."""
+    return next((about["data_revision"] for about in abouts if about.get("data_revision")), None)
 
 
 def counted(

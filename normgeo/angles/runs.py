@@ -24,7 +24,7 @@ import safetensors.torch
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
-from normgeo.angles.job import Job, RunConfig, check_same, prepare
+from normgeo.angles.job import Job, RunConfig, check_same, prepare, revision_in
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
@@ -170,7 +170,8 @@ def _measured(
     config: RunConfig, name: str, out: Path, record: dict[str, Any], announce: Callable[[str], None], progress: bool
 ) -> AngleTable:
     """The table of one model, which is gone then: there is room for the parameters of one at a time."""
-    job = prepare(config, name, before=record["models"].get(name))
+    models = record["models"]
+    job = prepare(config, name, before=models.get(name), revision=revision_in(models.values()))
     if record["status"] == "new":  # only now is it known that the model and the data exist
         record |= new_record(config)
     check_same(record["models"].setdefault(name, job.about), job.about, out)

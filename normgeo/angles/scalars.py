@@ -103,7 +103,7 @@ class ScalarWriter:
         if self.path.parent.suffix == ".zarr":  # several models' groups lie side by side in one store
             zarr.open_group(self.path.parent, mode="a")
         norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
-        attributes = {"quantities": list(QUANTITIES), "random_norms": norms}
+        attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "every_chunk": True}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
         for name in (f"tokens/{n}" for n in ("id", "document", "position")):
             self._arrays[name] = root.create_array(
@@ -165,7 +165,8 @@ class ScalarWriter:
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
         if name not in self._arrays:
             self._root = self._root or zarr.open_group(self.path, mode="r+")
-            with zarr.config.set({f"array.{option}": value for option, value in WHOLE.items()}):
+            every = WHOLE if self._root.attrs.get("every_chunk") else {}
+            with zarr.config.set({f"array.{option}": value for option, value in every.items()}):
                 self._arrays[name] = self._root[name]  # pyright: ignore
         self._arrays[name][start : start + len(values)] = values
 
@@ -193,19 +194,16 @@ class ScalarStore:
         )
 
     def _token(self, name: str) -> np.ndarray:
-        array: Any = self.root[f"tokens/{name}"]
-        return (
-            np.asarray(array[:]) if name == "document" else self._read(array)
-        )  # runs had no chunks of first documents
+        return self._read(self.root[f"tokens/{name}"])  # pyright: ignore
 
     def _read(self, array: zarr.Array) -> np.ndarray:
-        """All of an array. A chunk that is not there would be read as NaN, or as zeros.
+        """All of an array. A chunk that is not there would be read as NaN, or as zeros, which older versions left out.
 
         Raises:
             RunError: it is not whole.
         """
         advice = "put it back, or measure again with --keep scalars"
-        if (there := array.nchunks_initialized) < array.nchunks:
+        if self.root.attrs.get("every_chunk") and (there := array.nchunks_initialized) < array.nchunks:
             raise RunError(
                 f"{self.path}, {array.path}: {array.nchunks - there} of {array.nchunks} chunks are missing; {advice}"
             )

@@ -178,10 +178,13 @@ def _tokens(rows: pd.DataFrame) -> int:
     return int(((rows.n_tokens + rows.n_excluded) // rows.heads).min())
 
 
-def _sinks(sinks: pd.DataFrame) -> list[str]:
+def _sinks(sinks: pd.DataFrame, stream: set[str]) -> list[str]:
     if sinks.empty:
         return []
-    keep = on_stream(sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")])
+    keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
+    keep = keep[keep.site.isin(stream)]
+    if keep.empty:
+        return []
     others = ", those of embeddings left out" if sinks.role.eq("embedding").any() else ""
     lines = ["", f"Attention sinks apart (before the norm, median over sites{others}; above are all tokens):", "",
              "| tokens | count | angle to uniform | norm |", "| --- | --- | --- | --- |"]  # fmt: skip
@@ -215,6 +218,6 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
         for kind, group in stream.groupby("kind", sort=False):
             of_kind = int(centered[centered.kind == kind].site.isin(group.site).sum())
             lines += ["", *_paragraphs(str(model), str(kind), scenario(group), of_kind)]
-        lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks)
+        lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks, {*stream.site})
         lines.append("")
     return "\n".join(lines)

@@ -46,26 +46,16 @@ from normgeo.training.train import adamw
 from normgeo.training.twins import build_twin
 
 __all__ = [
-    "FORMS",
-    "MIXED",
-    "PARTS",
-    "PLAIN",
-    "Task",
-    "ablated",
-    "bench_training",
-    "breakdown",
-    "images",
-    "own",
-    "task_of",
+    "FORMS", "MIXED", "PARTS", "PLAIN", "Task", "ablated", "bench_training", "breakdown", "images", "own", "task_of",
     "text",
-]
+]  # fmt: skip
 
 FORMS = ("layernorm", "pre-rmsnorm", "pre-crmsnorm")
 """The Pre-LN model and its two training forms."""
 
 PLAIN = "crmsnorm"
-"""Pre-CRMSNorm with parameters of its own and nothing to recenter or fold, which is what *Pre-RMSNorm* times. It can be
-every function that the Pre-LN model can be, and does not train as that does."""
+"""Pre-CRMSNorm with parameters of its own and nothing to recenter or fold, which is what *Pre-RMSNorm* times. It does
+not train as the Pre-LN model does, and where a head is tied, which folding would undo, it is another function."""
 
 PARTS = ("norms", "linears", "input", "rest", "optimizer")
 """Norms; recentered and folded linear layers; recentered embeddings; forward and backward without these; AdamW."""
@@ -337,7 +327,13 @@ def _variants(task: Task, device: str, precision: str) -> dict[tuple[str, str], 
 def _built(task: Task, form: str) -> PreTrainedModel:
     if form != PLAIN:
         return task.build(form)
-    return ablated(ablated(task.build("pre-crmsnorm"), "linears"), "input")
+    model = ablated(ablated(task.build("pre-crmsnorm"), "linears"), "input")
+    if (head := model.get_output_embeddings()) is not None and model.config.tie_word_embeddings:
+        head.weight, head.bias = (
+            model.get_input_embeddings().weight,
+            None,
+        )  # not the folded ones: it trains with neither
+    return model
 
 
 def _step(task: Task, precision: str, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> Step:

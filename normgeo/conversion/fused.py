@@ -132,7 +132,7 @@ def norm_forward(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
         if not self.normgeo_inner:
             stream.without_kept(x)
         if stream.seen is not None and _is(stream.seen[0], x):
-            _, block, place, over = stream.seen
+            block, place, over = stream.seen[1:]
             block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 

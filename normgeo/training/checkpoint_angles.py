@@ -25,7 +25,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from normgeo import figures
-from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
+from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare, revision_in
 from normgeo.angles.measure import measure_angles
 from normgeo.angles.runs import new_record, now, safe_name
 from normgeo.conversion.convert import decompress
@@ -258,7 +258,8 @@ def measure_checkpoints(
     for number, (point, file) in enumerate(files.items(), 1):
         before = next((about for other, about in abouts.items() if other.model == point.model), None)
         of_point = replace(config, revision=point.revision)
-        job = prepare(of_point, str(point.path), before=before, made=_whole)
+        revision = revision_in(abouts.values())
+        job = prepare(of_point, str(point.path), before=before, revision=revision, made=_whole)
         about = job.about | {"sites": [site.key for site in job.sites]}
         where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
         for other, then in abouts.items():  # a table of one model is of one text, cut in one way

@@ -251,7 +251,8 @@ def _check(config: TrainConfig) -> None:
 
 def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision: str | None = None) -> _Given:
     if hub := on_hub(config.data):  # which is said first where it is out of reach
-        revision = hub.pinned(revision).revision
+        pinned: list[Any] = broadcast_object_list([hub.pinned(revision).revision])
+        revision = pinned[0]
     excluded = set(read_documents(config.exclude)) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
     corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded, revision)
