@@ -192,7 +192,11 @@ def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
     own = next(old.parameters(), like)
     new = cls(**options, dtype=own.dtype, device=own.device)
     new._forward_hooks.update(old._forward_hooks)  # it may be recentered too
-    return new.train(old.training).requires_grad_(own.requires_grad)
+    new.train(old.training).requires_grad_(own.requires_grad)
+    for name, parameter in new.named_parameters():  # where betas alone are trained, or none of them
+        if isinstance(same := getattr(old, name, None), nn.Parameter):
+            parameter.requires_grad_(same.requires_grad)
+    return new
 
 
 def is_compressed(model: Any) -> bool:

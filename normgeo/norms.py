@@ -85,8 +85,13 @@ class _Norm(nn.Module):
         """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside."""
+    def forward(self, x: Tensor | None = None, *_: Any, **named: Any) -> Tensor:
+        """Scale and shift: z = gamma * y + beta, with y the standardized x [..., d]. Other arguments are left aside.
+
+        x may be given by any name, as by that which it had in the norm in whose place this one is.
+        """
+        if x is None:
+            x = next(value for value in named.values() if isinstance(value, Tensor))
         if norm_ops is not None and self.kernel is not None:
             try:  # found through the module they take as long as a token's norm
                 weight, bias = self._parameters["weight"], self._parameters["bias"]

@@ -175,7 +175,7 @@ class Placer:
         return spans
 
     def _outside(self, norm: Call) -> tuple[str, str, int]:
-        """Outside the layers: before them an embedding's, after them the final one, of the stack nearest by name."""
+        """Outside the layers: before them an embedding's, after them the final one, of the nearest stack."""
         if not self._spans:
             return "final", "", 0
 
@@ -183,7 +183,10 @@ class Placer:
             pairs = zip(stack.split("."), norm.name.split("."), strict=False)
             return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-        stack = max(self._spans, key=lambda s: (shared(s), self._spans[s][1]))
+        def ended(stack: str) -> int:
+            return max((run.ended for run in self.trace.runs.get(stack, []) if run.ended < norm.began), default=-1)
+
+        stack = max(self._spans, key=lambda s: (shared(s), ended(s), self._spans[s][1]))
         began, layers = self._spans[stack]
         runs = self.trace.runs.get(stack, [])
         if len({layer.name for layer in runs}) < len(runs):  # some are run again and again: those before it count

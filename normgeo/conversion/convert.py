@@ -256,6 +256,12 @@ def _trainable(
     norms = {site.name: spec_of(wide(model, site), site) for site in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     replace_norms(converted, chosen, recipe)
+    before, after = (sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model, converted))
+    if before != after:
+        raise ConversionError(
+            f"{type(model).__name__} trains {before:,} numbers and its conversion would train {after:,}: gains or "
+            "shifts of a norm are fewer than one a component, or not all are trained alike; leave out trainable"
+        )
     trains_as(model, converted, norms)
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}

@@ -119,8 +119,10 @@ def _held(tensor: Tensor) -> int:
         return sys.getrefcount(tensor)
 
 
-def norm_forward(self: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> Tensor:
     """The forward of a norm in this mode: what is ready, or the norm."""
+    if x is None:
+        x = next(value for value in named.values() if isinstance(value, Tensor))
     stream: Stream = self.normgeo_stream
     if is_grad_enabled():
         raise ConversionError(NO_GRAD)

@@ -41,9 +41,9 @@ from normgeo.conversion.probing import (
     tied,
     traced,
 )
-from normgeo.conversion.reaching import beside, reaching_inputs, without_effect
+from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, without_effect
 from normgeo.conversion.tables import written_by_tables
-from normgeo.errors import ModelError
+from normgeo.errors import ConversionError, ModelError
 from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
 
@@ -194,6 +194,11 @@ class _Probe:
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
         tables = tuple(Shift(*table) for table in written_by_tables(self.model, self.sites, self.inputs))
         unreached = without_effect(self.model, unseen, [self.inputs])
+        if (chosen := [n for n in unseen if n not in unreached]) and shows_shifts(self.model, writers, self.inputs):
+            raise ConversionError(
+                f"{type(self.model).__name__} reads the mean of hidden states to choose by, as argmax does, which no "
+                f"gradient shows (maybe by {chosen[0]}): nothing can be centered"
+            )
         raw = self._raw_readers(writers)
         return Gauge(writers, scaled, tables, readers, invisible, raw, self.sites, idle, unreached)
 

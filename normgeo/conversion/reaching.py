@@ -20,7 +20,10 @@ from normgeo.conversion.probing import float64_copy, outputs_of, same
 from normgeo.examples import example, example_inputs, first_attribute, image_shape
 from normgeo.trace import evaluating
 
-__all__ = ["beside", "reaching_inputs", "without_effect"]
+__all__ = ["beside", "reaching_inputs", "shows_shifts", "without_effect"]
+
+CHOSEN = 1e-3
+"""What another choice changes, of an output's largest: far above the rounding of a stream that was shifted by far."""
 
 BETWEEN = (
     (("image_token_id", "image_token_index", "video_token_index"), "pixel_values", "get_image_features"),
@@ -91,6 +94,26 @@ def without_effect(
         return left(names[:half]) + left(names[half:]) if half else ()
 
     return left(tuple(names))
+
+
+@torch.no_grad()
+def shows_shifts(model: PreTrainedModel, shifts: Iterable[tuple[str, int]], inputs: dict[str, Tensor]) -> bool:
+    """Whether outputs change where parameters are shifted along an axis by far; the model is left as it is.
+
+    Gradients say nothing of what chooses: an argmax of hidden states sees their mean, and has none.
+    """
+    truth, generator, kept = outputs_of(model, inputs), torch.Generator().manual_seed(0), {}
+    try:
+        for name, axis in shifts:
+            parameter = model.get_parameter(name)
+            kept.setdefault(name, parameter.detach().clone())
+            size = [1 if i == axis else n for i, n in enumerate(parameter.shape)]
+            far = 10 * parameter.square().mean().sqrt() * torch.randn(size, generator=generator).to(parameter)
+            parameter.add_(far)
+        return not same(truth, outputs_of(model, inputs), CHOSEN)
+    finally:
+        for name, value in kept.items():
+            model.get_parameter(name).copy_(value)
 
 
 def beside(model: nn.Module, name: str) -> tuple[str, str, list[str]]:

@@ -1,0 +1,152 @@
+"""Modules of one's own: what chooses by hidden states, what trains of their norms, and how these are called."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from zoo import perturb, tiny
+
+from normgeo import convert, find_sites, optimize, wrap
+from normgeo.errors import ConversionError
+
+D = 32
+IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.mix, self.mlp = nn.Linear(D, D), nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(x).cumsum(1) / 20)
+        return x + self.mlp(self.norm2(x))
+
+
+class Choosing(Block):
+    """Experts that the largest of a router's numbers chooses, of the stream itself or of what a norm makes of it."""
+
+    raw = True
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 4, bias=False), nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(x).cumsum(1) / 20)
+        y = self.norm2(x)
+        chosen, out = self.router(x if self.raw else y).argmax(-1), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            out = torch.where((chosen == k)[..., None], expert(y), out)
+        return x + out
+
+
+class ChoosingNormed(Choosing):
+    raw = False
+
+
+class Named(Block):
+    """Its norms are given what they normalize by its name."""
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(input=x).cumsum(1) / 20)
+        return x + self.mlp(self.norm2(input=x))
+
+
+class Model(nn.Module):
+    def __init__(self, block, n=2):
+        super().__init__()
+        self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(block() for _ in range(n))
+        self.final, self.head = nn.LayerNorm(D), nn.Linear(D, 48)
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final(x))
+
+
+def built(block, seed=0):
+    torch.manual_seed(seed)
+    return perturb(Model(block), seed).eval()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_chooses_by_the_mean_of_hidden_states_is_seen(seed):
+    """A choice has no gradient, and changes few outputs: it may be missed by those that are compared."""
+    with pytest.raises(ConversionError, match=r"reads the mean of hidden states to choose by.*router\.weight"):
+        convert(wrap(built(Choosing, seed)))
+
+
+def test_what_chooses_by_what_a_norm_gives_is_converted():
+    model = built(ChoosingNormed)
+    converted = convert(wrap(copy.deepcopy(model))).model
+    with torch.no_grad():
+        torch.testing.assert_close(converted(IDS)["logits"], model(IDS), rtol=1e-4, atol=1e-5)
+
+
+def test_norms_may_be_given_hidden_states_by_name():
+    model = built(Named)
+    conversion = convert(wrap(copy.deepcopy(model)))
+    assert not conversion.kept
+    with torch.no_grad():
+        for each in (conversion.model, optimize(conversion.model)):
+            torch.testing.assert_close(each(IDS)["logits"], model(IDS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["all", "betas", "weights", "gammas"])
+def test_what_trains_of_norms_is_what_trained_of_their_originals(trained):
+    model = tiny("gpt2").train().requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        norm, beta = ".ln_" in name, name.endswith("bias")
+        parameter.requires_grad_(
+            {"all": True, "betas": beta, "weights": not beta, "gammas": norm and not beta}[trained]
+        )
+    before = {name for name, p in model.named_parameters() if p.requires_grad and ".ln_" in name}
+    converted = convert(model, trainable=True).model
+    assert {name for name, p in converted.named_parameters() if p.requires_grad and ".ln_" in name} == before
+
+
+class OneGain(nn.Module):
+    """A LayerNorm whose gain is one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,)) * self.gain
+
+
+def test_norms_that_would_train_other_numbers_are_refused():
+    model = built(Block)
+    model.blocks[0].norm1 = OneGain()
+    wrapped = wrap(model)
+    if any(site.name.endswith("norm1") and ".0." in site.name for site in find_sites(wrapped)):
+        with pytest.raises(ConversionError, match="numbers and its conversion would train"):
+            convert(wrapped, trainable=True)
+
+
+def test_a_decoders_final_norm_is_of_the_decoder():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok, self.final, self.other = nn.Embedding(48, D), nn.LayerNorm(D), nn.LayerNorm(D)
+            self.encoder, self.decoder = (nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+            self.head = nn.Linear(D, 48)
+
+        def forward(self, ids):
+            x = self.tok(ids)
+            for block in self.encoder:
+                x = block(x)
+            y = self.tok(ids) + self.other(x).mean(1, keepdim=True)
+            for block in self.decoder:
+                y = block(y)
+            return self.head(self.final(y))
+
+    sites = {site.name.removeprefix("module."): site for site in find_sites(wrap(perturb(Two()).eval()))}
+    assert (sites["final"].role, sites["final"].stack.removeprefix("module.")) == ("final", "decoder")
+    assert sites["other"].stack.removeprefix("module.") == "encoder"
