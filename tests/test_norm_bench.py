@@ -110,10 +110,10 @@ def test_the_analysis(tmp_path):
     lines = norm_kernels.markdown(frame).splitlines()
     assert len(lines) == 2 + frame.norm.nunique()
     assert lines[0].count("|") == 2 + 4
-    for wrong in (tmp_path / "missing.parquet", tmp_path / "other.parquet"):
-        pd.DataFrame({"norm": []}).to_parquet(tmp_path / "other.parquet")
-        with pytest.raises(DataError, match="no table that `normgeo bench norms"):
-            norm_kernels.compute(wrong)
+    pd.DataFrame({"norm": []}).to_parquet(tmp_path / "other.parquet")
+    for wrong, says in (("missing", "there is no file"), ("other", "no table that `normgeo bench norms")):
+        with pytest.raises(DataError, match=says):
+            norm_kernels.compute(tmp_path / f"{wrong}.parquet")
     assert {"device", "torch", "commit"} <= set(norm_kernels.compute())
 
 

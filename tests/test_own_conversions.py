@@ -110,6 +110,41 @@ def test_what_trains_of_norms_is_what_trained_of_their_originals(trained):
     assert {name for name, p in converted.named_parameters() if p.requires_grad and ".ln_" in name} == before
 
 
+class Shaped(nn.Module):
+    """A LayerNorm whose parameters are shaped to be multiplied with batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(1, 1, D)), nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,)) * self.weight + self.bias
+
+
+def test_gains_of_another_shape_are_converted():
+    model = built(Block)
+    model.blocks[1].norm1 = Shaped()
+    conversion = convert(wrap(copy.deepcopy(model)))
+    assert len(conversion.replaced) == 5
+    with torch.no_grad():
+        torch.testing.assert_close(conversion.model(IDS)["logits"], model(IDS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["retention", "hyena", "gru", "token_mixing", "gla"])
+def test_what_mixes_tokens_by_its_name_is_a_mixer(name):
+    class Mixing(Block):
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, self.mix)
+            del self.mix
+
+        def forward(self, x):
+            x = x + getattr(self, name)(self.norm1(x).cumsum(1) / 20)
+            return x + self.mlp(self.norm2(x))
+
+    assert {site.role for site in find_sites(wrap(built(Mixing))) if site.name.endswith("norm1")} == {"mixer"}
+
+
 class OneGain(nn.Module):
     """A LayerNorm whose gain is one number."""
 

@@ -150,8 +150,8 @@ def test_a_process_that_resumes_with_other_data_ends_the_run(wrong, home, copy, 
     unfinished(copy)
     load, mine = job.load_tokens, threading.local()
 
-    def loaded(*given):
-        stream = load(*given)
+    def loaded(*given, **options):
+        stream = load(*given, **options)
         return replace(stream, digest="0" * 64) if mine.rank == wrong else stream
 
     def resumed(ranks):

@@ -20,7 +20,10 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
     x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
     x[:, 1::2] = -1.0
-    act = norm.forward  # without hooks: it may be recentered
+
+    def act(v: Tensor) -> Tensor:
+        return norm.forward(v).reshape(v.shape)  # without hooks: it may be recentered
+
     beta = act(torch.zeros_like(x))[0]
     stored: Any = getattr(norm, "weight", None)
     centered = x - x.mean(-1, keepdim=True)
@@ -28,8 +31,12 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     odd = (act(x) - act(-x))[0] / 2
     gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d
     for candidate in (stored, None if stored is None else stored + 1):
-        if candidate is not None and torch.allclose(candidate, gamma, rtol=1e-6, atol=1e-9):
-            return candidate.detach(), beta
+        if (
+            candidate is not None
+            and candidate.numel() == site.d
+            and torch.allclose(candidate.reshape(-1), gamma, 1e-6, 1e-9)
+        ):
+            return candidate.detach().reshape(-1), beta
     return gamma, beta
 
 
