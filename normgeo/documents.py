@@ -25,6 +25,9 @@ TEXT = "text"
 def located(data: str | Path) -> tuple[Path, str]:
     """The file or directory that texts are in, and their column: PATH, or PATH:COLUMN.
 
+    Raises:
+        DataError: the name is empty.
+
     >>> located("articles.parquet:body")
     (PosixPath('articles.parquet'), 'body')
     """

@@ -145,24 +145,25 @@ def test_what_mixes_tokens_by_its_name_is_a_mixer(name):
     assert {site.role for site in find_sites(wrap(built(Mixing))) if site.name.endswith("norm1")} == {"mixer"}
 
 
-class OneGain(nn.Module):
-    """A LayerNorm whose gain is one number."""
+class Shifted(nn.Module):
+    """A LayerNorm without a gain."""
 
     def __init__(self):
         super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.beta = nn.Parameter(torch.randn(D))
 
     def forward(self, x):
-        return functional.layer_norm(x, (D,)) * self.gain
+        return functional.layer_norm(x, (D,)) + self.beta
 
 
 def test_norms_that_would_train_other_numbers_are_refused():
+    """A gain that the original does not have would be trained."""
     model = built(Block)
-    model.blocks[0].norm1 = OneGain()
-    wrapped = wrap(model)
-    if any(site.name.endswith("norm1") and ".0." in site.name for site in find_sites(wrapped)):
-        with pytest.raises(ConversionError, match="numbers and its conversion would train"):
-            convert(wrapped, trainable=True)
+    model.blocks[0].norm1 = Shifted()
+    wrapped = wrap(model.requires_grad_(True))
+    assert len(convert(wrapped).replaced) == 5
+    with pytest.raises(ConversionError, match="numbers and its conversion would train"):
+        convert(wrapped, trainable=True)
 
 
 def test_a_decoders_final_norm_is_of_the_decoder():

@@ -329,10 +329,7 @@ def _built(task: Task, form: str) -> PreTrainedModel:
         return task.build(form)
     model = ablated(ablated(task.build("pre-crmsnorm"), "linears"), "input")
     if (head := model.get_output_embeddings()) is not None and model.config.tie_word_embeddings:
-        head.weight, head.bias = (
-            model.get_input_embeddings().weight,
-            None,
-        )  # not the folded ones: it trains with neither
+        head.weight, head.bias = model.get_input_embeddings().weight, None  # folding gave it both
     return model
 
 
