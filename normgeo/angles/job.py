@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
+from normgeo.documents import located
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import LARGE
@@ -55,6 +56,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
         pick_dtype(self.dtype, self.device)
+        if self.data is not None:
+            located(self.data)  # an empty name is not the default
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
