@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 LONGEST = 60
 """Characters of a run's directory that tell it apart."""
 
-FLAGS = {name: f"--{name}" for name in ("run", "model", "data", "context")} | {
-    "models": "--model",
-    "n_tokens": "--tokens",
-}
+FLAGS = {
+    "run": "--run", "model": "--model", "models": "--model", "data": "--data", "n_tokens": "--tokens",
+    "context": "--context",
+}  # fmt: skip
 """What the command line gives of the arguments of `compute`; `--model` is for one that takes one, or several."""
 
 

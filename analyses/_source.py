@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,23 @@ def opened(model: Named, data: Any = "sample", context: int | None = None) -> tu
     return name, loaded, load_tokens(data, tokenizer, context)
 
 
-def check_new(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a model that is called as another one is, whose rows could not be told apart.
+def each_opened(
+    models: Sequence[Named], data: Any, context: int | None
+) -> Iterator[tuple[str, PreTrainedModel, TokenStream]]:
+    """`opened` for one model after the other.
 
     Raises:
-        DataError: that.
+        NormGeoError: whatever is wrong with them, or two are called alike, whose rows could not be told apart.
     """
-    if any(row["model"] == name for row in rows):
-        raise DataError(f"two of the models would be called {name!r}; give each once, or rename the directory of one")
+    called: set[str] = set()
+    for model in models:
+        name, loaded, tokens = opened(model, data, context)
+        if name in called:
+            raise DataError(
+                f"two of the models would be called {name!r}; give each once, or rename the directory of one"
+            )
+        called.add(name)
+        yield name, loaded, tokens
 
 
 @contextmanager

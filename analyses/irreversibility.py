@@ -75,9 +75,7 @@ def compute(
         context: tokens that a model sees together; None is up to 256.
     """
     rows = []
-    for each in models:
-        name, model, tokens = _source.opened(each, data, context)
-        _source.check_new(name, rows)
+    for name, model, tokens in _source.each_opened(models, data, context):
         moments = _Moments(sites := find_sites(model))
         n = observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
         rows += [

@@ -257,7 +257,7 @@ def load_tokens(
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together (1024 for text; the row length for ids).
         exclude: documents to leave out, by their whole text.
-        revision: of a data set on the hub the commit to read; None is what it is at now.
+        revision: of a data set on the hub the commit to read; None is what it is at now, for which the hub is asked.
 
     Raises:
         DataError: data that is missing, empty or of an unknown format, text without a tokenizer, or contexts of less
@@ -273,7 +273,7 @@ def load_tokens(
     context = _length(context, 1024)
     if hub := on_hub(data):
         _check_tokenizer(tokenizer, hub.name)
-        hub = hub.pinned(revision)
+        hub = replace(hub, revision=revision) if revision else hub.pinned()
         packed = _packed(functools.partial(texts, hub), tokenizer, context, exclude, hub.name, hub.name)
         return replace(packed, revision=hub.revision)
     path = SAMPLE if data == "sample" else data

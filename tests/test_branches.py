@@ -1,5 +1,7 @@
 """What branches add to the stream: against what the branches themselves give, module by module."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -17,30 +19,19 @@ BRANCHES = {  # what is added to the stream, by the model's own modules, and the
 }  # fmt: skip
 
 
-def outputs(model, ids, names):
-    """What modules give, [tokens, d], of one pass."""
-    found, hooks = {}, []
-    for name in names:
-        keep = lambda _, __, out, name=name: found.__setitem__(name, out[0] if isinstance(out, tuple) else out)  # noqa: E731
-        hooks.append(model.get_submodule(name).register_forward_hook(keep))
-    with torch.no_grad():
-        model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
-    return {name: value.double().flatten(0, 1) for name, value in found.items()}
+def handed(model, ids, names, what):
+    """What modules give (`out`), or are given (`given`), [tokens, d], of one pass."""
+    found = {}
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in names:
 
+            def keep(_, given, out, name=name):
+                value = given[0] if what == "given" else out
+                found[name] = (value[0] if isinstance(value, tuple) else value).double().flatten(0, 1).clone()
 
-def inputs(model, ids, names):
-    """What goes into modules, [tokens, d], of one pass."""
-    found, hooks = {}, []
-    for name in names:
-        keep = lambda _, args, name=name: found.__setitem__(name, args[0].detach().clone())  # noqa: E731
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(keep))
-    with torch.no_grad():
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep))
         model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
-    return {name: value.double().flatten(0, 1) for name, value in found.items()}
+    return found
 
 
 @pytest.mark.parametrize("name", BRANCHES)
@@ -52,8 +43,8 @@ def test_what_is_added_is_what_the_branches_give(name, ids):
     tokens = torch.from_numpy(np.asarray(ids))
     for row in frame.to_dict("records"):
         modules = [module.format(row["layer"]) for module in BRANCHES[name][row["role"]]]
-        added = sum(outputs(model, tokens, modules).values())
-        stream = inputs(model, tokens, [row["site"]])[row["site"]]
+        added = sum(handed(model, tokens, modules, "out").values())
+        stream = handed(model, tokens, [row["site"]], "given")[row["site"]]
         if name == "bert":  # the stream is what the norm before gives, of which this one reads the sum
             stream = stream - added
         cosine = (added * stream).sum(1) / (added.norm(dim=1) * stream.norm(dim=1))

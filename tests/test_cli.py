@@ -185,6 +185,7 @@ def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(nor
     ("words", "says"),
     [
         (("bench", "store", "--folder", "afile"), "afile is no directory"),
+        (("bench", "store", "--folder", "s3://b/x"), "there is no directory s3:/b/x; give --folder one on the disk"),
         (("train", "--data", "sample", "--out", "afile/x"), "afile is no directory"),
         (("compare", "embedded-layernorm", "embedded-rmsnorm", "--device", "meta"), "cannot use the device 'meta'"),
         (("angles", "embedded-layernorm", "--out", "a" * 300), "File name too long"),

@@ -92,11 +92,12 @@ class Moving:
     """A data set on the hub, at a new commit whenever it is asked for one; its connection is lost once."""
 
     def __init__(self, monkeypatch, after):
-        self.commits, self.read, self.after = iter("abcdefghij"), [], after
+        self.commits, self.read, self.asked, self.after = iter("abcdefghij"), [], 0, after
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", self.info)
         monkeypatch.setattr(datasets, "load_dataset", self.load)
 
     def info(self, repository, *, revision, timeout):
+        self.asked += 1
         return SimpleNamespace(sha=revision or next(self.commits))
 
     def load(self, repository, *, split, revision, streaming):
@@ -137,6 +138,7 @@ def test_all_models_of_a_run_are_given_one_commit(after, tmp_path, monkeypatch, 
         resume_run(tmp_path / "run", progress=False)
     else:
         start_run(config, tmp_path / "run", progress=False)
+        assert moving.asked == 2  # for each model, whether it can be reached
     assert set(moving.read) == {"a"}
     models = json.loads((tmp_path / "run/run.json").read_text())["models"]
     assert [about["data_revision"] for about in models.values()] == ["a", "a"]

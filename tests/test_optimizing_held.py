@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from blocks import Block, D
 from torch import nn
 from zoo import perturb
 
@@ -11,26 +12,14 @@ from normgeo import convert, optimize, wrap
 from normgeo.conversion.optimize import fused_norms
 from normgeo.kernels import norm_ops
 
-D = 32
 IDS = torch.randint(48, (2, 30), generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.mix, self.mlp = nn.Linear(D, D), nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-
-    def forward(self, x):
-        x = x + self.mix(self.norm1(x).cumsum(1) / 30)
-        return x + self.mlp(self.norm2(x))
 
 
 class Stashing(Block):
     """Its own middle is kept on it."""
 
     def forward(self, x):
-        x = x + self.mix(self.norm1(x).cumsum(1) / 30)
+        x = x + self.mixed(x)
         self.middle = x
         return x + self.mlp(self.norm2(x))
 
@@ -39,7 +28,7 @@ class Viewed(Block):
     """A view of its middle is kept, and read where texts are long."""
 
     def forward(self, x):
-        x = x + self.mix(self.norm1(x).cumsum(1) / 30)
+        x = x + self.mixed(x)
         last = x[:, -1:] if x.shape[1] > 20 else 0.0
         x = x + self.mlp(self.norm2(x))
         return x + last

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from blocks import Block, D
 from torch import nn
 from torch.nn import functional
 from zoo import perturb, tiny
@@ -11,19 +12,7 @@ from zoo import perturb, tiny
 from normgeo import convert, find_sites, optimize, wrap
 from normgeo.errors import ConversionError
 
-D = 32
 IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.mix, self.mlp = nn.Linear(D, D), nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-
-    def forward(self, x):
-        x = x + self.mix(self.norm1(x).cumsum(1) / 20)
-        return x + self.mlp(self.norm2(x))
 
 
 class Choosing(Block):
@@ -36,7 +25,7 @@ class Choosing(Block):
         self.router, self.experts = nn.Linear(D, 4, bias=False), nn.ModuleList(nn.Linear(D, D) for _ in range(4))
 
     def forward(self, x):
-        x = x + self.mix(self.norm1(x).cumsum(1) / 20)
+        x = x + self.mixed(x)
         y = self.norm2(x)
         chosen, out = self.router(x if self.raw else y).argmax(-1), torch.zeros_like(x)
         for k, expert in enumerate(self.experts):

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
-from normgeo.documents import located
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.hub import LARGE
@@ -56,8 +55,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
         pick_dtype(self.dtype, self.device)
-        if self.data is not None:
-            located(self.data)  # an empty name is not the default
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
@@ -89,7 +86,8 @@ class RunConfig:
     @property
     def source(self) -> str:
         """What the tokens come from: the embedded sample for the embedded models, else Wikipedia, unless said."""
-        return self.data or ("sample" if set(self.models) <= set(EMBEDDED) else "wikipedia")
+        default = "sample" if set(self.models) <= set(EMBEDDED) else "wikipedia"
+        return default if self.data is None else self.data  # an empty name is none
 
     def keeps_scalars(self, n_tokens: int) -> bool:
         """Whether a run of so many tokens keeps theirs."""
@@ -163,8 +161,8 @@ def prepare(
     if context is not None:
         check_context(model, context)
     revision = (before or {}).get("data_revision") or revision
-    if (hub := on_hub(config.source)) and tokenizer is not None and revision is None:
-        revision = first("revision", lambda: hub.pinned().revision)
+    if (hub := on_hub(config.source)) and tokenizer is not None:
+        revision = first("revision", lambda: hub.pinned(revision).revision)
     tokens = load_tokens(config.source, tokenizer, context, revision=revision)
     check_context(model, tokens.context)
     if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all

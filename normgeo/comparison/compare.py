@@ -314,7 +314,8 @@ def compare_run(
     models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
     for model in models.values():
         check_context(model, context or 1)
-    data = data or ("sample" if {*names} <= set(EMBEDDED) else "wikipedia")
+    if data is None:
+        data = "sample" if {*names} <= set(EMBEDDED) else "wikipedia"
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
     is_ids = holds_ids(data)
     tokenizer = None if is_ids else _shared_tokenizer(names, revisions, trust_remote_code)

@@ -205,7 +205,7 @@ def text_batches(
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)
     check_context(model, length)
-    tokens = load_tokens(data or "sample", tokenizer, length)
+    tokens = load_tokens("sample" if data is None else data, tokenizer, length)
     known, batches = vocabulary(model), []
     for batch in tokens.batches(n_tokens, 2):
         if int(batch.ids.max()) >= known:

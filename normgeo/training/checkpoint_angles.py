@@ -247,7 +247,7 @@ def measure_checkpoints(
             weights.
         NormGeoError: whatever is wrong with a model or the data.
     """
-    config = replace(config, data=config.data or "wikipedia")
+    config = replace(config, data="wikipedia" if config.data is None else config.data)
     options: dict[str, Any] = {
         "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
         "progress": progress,

@@ -217,6 +217,6 @@ def open_corpus(
         DataError: data that is missing, of an unknown format or too little, or cannot be streamed.
     """
     if hub := on_hub(data):
-        hub = hub.pinned(revision)
+        hub = replace(hub, revision=revision) if revision else hub.pinned()
         return Streamed(lambda: opened(hub), tokenizer, context, hub.name, exclude, hub.of)
     return Shuffled(load_tokens(data, tokenizer, context, exclude=exclude), context, seed)
