@@ -45,12 +45,16 @@ def _row(size: str, recipe: Recipe) -> dict[str, object]:
     return {"size": size, "vocabulary": vocabulary, **asdict(recipe), **counts}
 
 
+def _millions(count: float) -> str:
+    return f"{count:,.{int(count < 10)}f}M"
+
+
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The learning rate by step, with a mark at each model that is kept."""
     sizes = [str(size) for size in frame["size"]]
     counts = zip(sizes, frame.parameters / 1e6, frame.parameters_untied / 1e6, strict=True)
-    titles = [f"{size}\n{tied:,.0f}M, untied {untied:,.0f}M" for size, tied, untied in counts]
+    titles = [f"{size}\n{_millions(tied)}, untied {_millions(untied)}" for size, tied, untied in counts]
     figure, grid = _axes.grid(
         ["learning rate (thousandths)"], titles, xlabel="step (thousands)", sharey="all", across=6
     )
