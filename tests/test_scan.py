@@ -299,8 +299,8 @@ def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads,
     monkeypatch.setattr(workers, "WORKERS_A_THREAD", 1)
     changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
     paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
-    angles_from_store(paths[0], null=8, progress=False)
-    (few, n, small), (many, more, large) = (most_at_once(path, monkeypatch) for path in paths)
+    # the least of three: what the process does once (the table of all names in it doubles) is not the scan's
+    (few, n, small), (many, more, large) = (min(most_at_once(path, monkeypatch) for _ in range(3)) for path in paths)
     assert more > 3 * n > 6 * few
     assert few == many <= 6
     assert large - small < (32_000 - 8192) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
