@@ -1,7 +1,6 @@
 """Training data: the seed's order, streams that resume, and what is left out."""
 
 import json
-import tracemalloc
 
 import datasets
 import numpy as np
@@ -29,13 +28,10 @@ def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
         Shuffled(text_like(16), 16, 0)
 
 
-def test_ids_are_in_memory_once():
+def test_ids_are_in_memory_once(peak_memory):
     n = 200_000
     tokens = TokenStream.from_array(np.arange(n) % 48, context=16)
-    tracemalloc.start()
-    corpus = Shuffled(tokens, 16, 0)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    corpus, most = peak_memory(lambda: Shuffled(tokens, 16, 0))
     assert 4 * n < most < 6 * n
     assert corpus.take(1).shape == (1, 16)
 

@@ -1,7 +1,6 @@
 """The scan of a store: on threads, on a cluster, in the memory of a few rows, and always the same numbers."""
 
 import json
-import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -268,7 +267,7 @@ def test_without_dask_the_extra_is_named(store, monkeypatch):
 
 
 def most_at_once(path, monkeypatch):
-    """(most tasks under way or waiting to be merged, all tasks, peak of memory) of a scan."""
+    """(most tasks under way or waiting to be merged, all tasks) of a scan."""
     alive, most, begun, cut, merge = 0, 0, 0, scan._tasks, AngleStatistics.add_state_dict
 
     def counting(*args):
@@ -286,21 +285,19 @@ def most_at_once(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(scan, "_tasks", counting)
         patch.setattr(AngleStatistics, "add_state_dict", merging)
-        tracemalloc.start()
         angles_from_store(path, null=8, progress=False)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return most, begun, peak
+    return most, begun
 
 
-def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch):
+def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch, peak_memory):
     np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1600, CONTEXT)))
     monkeypatch.setattr(scan, "BATCHES_A_TASK", 1)
     monkeypatch.setattr(workers, "WORKERS_A_THREAD", 1)
     changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
     paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
-    # the least of three: what the process does once (the table of all names in it doubles) is not the scan's
-    (few, n, small), (many, more, large) = (min(most_at_once(path, monkeypatch) for _ in range(3)) for path in paths)
+    ((few, n), small), ((many, more), large) = (
+        peak_memory(lambda path=path: most_at_once(path, monkeypatch)) for path in paths
+    )
     assert more > 3 * n > 6 * few
     assert few == many <= 6
     assert large - small < (32_000 - 8192) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
