@@ -136,9 +136,12 @@ class Placer:
 
     def _role(self, norm: Call, stack: str, block: _Block) -> str:
         weights = [c for c in block.calls if c.weight]
-        before, after = [c for c in weights if c.ended < norm.began], [c for c in weights if c.began > norm.ended]
+        around = [c for c in weights if c.holds(norm) and c.scored > norm.ended]  # attention that normalizes for itself
+        before = [c for c in weights if c.ended < norm.began]
+        after = around + [c for c in weights if c.began > norm.ended]
         readers = [c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes]
         readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them
+        readers = around or readers
         if before and after and block.part(before[-1]) == block.part(after[0]):
             module = block.part(norm)[1]
             beside = [w for w in weights if module and block.part(w)[1] == module]  # a q_proj tells of the others

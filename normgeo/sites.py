@@ -2,11 +2,13 @@
 
 No list of class names is involved. A module is a norm when its output is gamma * y + beta with y the LayerNorm or the
 RMSNorm of its input (*Geometry* eq. 9 and 11; *Pre-RMSNorm* eq. 1 and 2), which three probes with random vectors
-decide. Where it sits is read off one forward pass on a few tokens (`normgeo.roles`).
+decide; and so is a call of torch's `layer_norm` or `rms_norm` in the code of a module, where it has no gains. Where it
+sits is read off one forward pass on a few tokens (`normgeo.roles`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError
 from normgeo.examples import example_inputs
+from normgeo.functional import FunctionNorm, function_of
 from normgeo.models import check_model, on_cpu
 from normgeo.roles import Placer, Role
 from normgeo.trace import Call, Trace, traced
@@ -26,10 +29,11 @@ __all__ = ["NormSite", "Role", "find_sites"]
 
 @dataclass(frozen=True)
 class NormSite:
-    """One normalization module of a model.
+    """One norm of a model: a module, or a function that the code of a module calls.
 
     Attributes:
-        name: the module's dotted name.
+        name: the module's dotted name; of a function the one of the module that calls it, and its own:
+            `transformer.h.0.rms_norm()`.
         kind: `layernorm` when a shift of its input along the uniform vector changes nothing, else `rmsnorm`.
         role: who reads its output (`attention`, `mlp`, both: `parallel`), whose output it normalizes (`post_*`), or
             where it sits: `embedding`, `final`, `qk` (on heads), `inner` (inside a branch), `head` (after the model).
@@ -40,7 +44,7 @@ class NormSite:
         gain, bias: whether it has a gamma and a beta.
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
-        call: which of several calls in one forward pass, for modules that layers share.
+        call: which of several calls in one forward pass, as of modules that layers share.
         dtype: of the vectors, as torch names it.
         time_major: whether its input is laid out [time, batch, d].
     """
@@ -62,13 +66,32 @@ class NormSite:
 
     @property
     def key(self) -> str:
-        """The dotted name, with the call where the module is shared: unique within a model."""
+        """The dotted name, with the call where there are several: unique within a model."""
         return f"{self.name}@{self.call}" if self.call else self.name
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is no module."""
+        return function_of(self.name) is not None
+
+    @property
+    def owner(self) -> str:
+        """The name of the module whose hooks see it: itself, or the one whose code calls it."""
+        function = function_of(self.name)
+        return self.name if function is None else function[0]
+
+    def module_of(self, model: nn.Module) -> nn.Module:
+        """The module in a model, or one that does what the function does."""
+        function = function_of(self.name)
+        return model.get_submodule(self.name) if function is None else FunctionNorm(function[1], self.d, self.eps)
 
 
 @on_cpu
 def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
-    """Find every normalization module that the model calls, in the order of the forward pass.
+    """Find every norm that the model calls, in the order of the forward pass.
+
+    Warns of what looks like a norm in the code of a module and cannot be measured: torch's with gains, and what is
+    written out with an `rsqrt`.
 
     Args:
         model: any transformers model.
@@ -95,13 +118,13 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
 
 
 def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, list[tuple[Call, Behaviour]]]:
-    """What happened in a forward pass, and the calls in it of modules that are norms."""
+    """What happened in a forward pass, with the functions among the calls that are norms, and the calls of norms."""
     trace = traced(model, inputs)
     modules = dict(model.named_modules())
     verdicts: dict[str, Behaviour | None] = {}
     found: list[tuple[Call, Behaviour]] = []
     for call in sorted((c for c in trace.calls if c.leaf), key=lambda c: c.began):
-        if not _could_be_a_norm(call, modules[call.name]):
+        if not _could_be_a_norm(call, *modules[call.name].parameters()):
             continue
         if any(parameter.is_meta for parameter in modules[call.name].parameters()):
             hint = "the model does not fit on the GPUs: give more of them, or a smaller --dtype"
@@ -110,7 +133,29 @@ def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, li
             verdicts[call.name] = behaviour_of(modules[call.name], call.inputs[0].shape, call.inputs[0].dtype)
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
-    return trace, found
+    functions = _functions(model, trace, {call for call, _ in found})
+    trace.calls = sorted([*trace.calls, *(call for call, _ in functions)], key=lambda c: c.began)
+    return trace, sorted([*found, *functions], key=lambda pair: pair[0].began)
+
+
+def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call]) -> list[tuple[Call, Behaviour]]:
+    """The calls of functions that are norms, but for those in modules that are norms."""
+    found, others = list[tuple[Call, Behaviour]](), dict[str, None]()
+    for function in (f for f in trace.functions if f.owner not in norms):
+        if function.norm is not None:
+            x = function.call.inputs[0]
+            behaviour = behaviour_of(function.norm, x.shape, x.dtype) if _could_be_a_norm(function.call) else None
+            if behaviour is not None:
+                found.append((function.call, behaviour))
+        elif not function.owner.leaf:  # what is in a module alone was looked at
+            others[function.call.name] = None
+    if others:
+        names = ", ".join([*others][:3]) + (f" and {len(others) - 3} others" if len(others) > 3 else "")
+        warnings.warn(
+            f"{type(model).__name__} seems to have norms that are no modules, and are not measured: {names}; make an "
+            "nn.Module of each", stacklevel=4,
+        )  # fmt: skip
+    return found
 
 
 def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:
@@ -129,7 +174,7 @@ def _is_time_major(x: Tensor, ids: Tensor | None) -> bool:
     return ids is not None and ids.ndim == 2 and x.ndim > 2 and x.shape[:2] == ids.shape[::-1] != ids.shape
 
 
-def _could_be_a_norm(call: Call, module: nn.Module) -> bool:
+def _could_be_a_norm(call: Call, *parameters: nn.Parameter) -> bool:
     out = call.output
     table = bool(call.inputs) and isinstance(call.inputs[0], nn.Parameter) and call.inputs[0].ndim == 2
     return (
@@ -140,7 +185,7 @@ def _could_be_a_norm(call: Call, module: nn.Module) -> bool:
         and out.ndim >= 2
         and out.shape[-1] > 1
         and out.numel() > 0
-        and all(p.numel() <= call.inputs[0].numel() for p in module.parameters())
+        and all(p.numel() <= call.inputs[0].numel() for p in parameters)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example, max_context
+from normgeo.functional import watched
 from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
 from normgeo.sites import NormSite, find_sites
 from normgeo.system.memory import memory_kept
@@ -74,14 +75,13 @@ Handed = dict[tuple[int, str], int]
 
 @contextmanager
 def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[Handed]:
-    """While inside, every call of a site's module hands its input and output to the sinks; afterwards nothing stays.
+    """While inside, every call of a norm hands its input and output to the sinks; afterwards nothing stays.
 
     Gives what was handed in the pass that began last.
     """
     by_name: dict[str, dict[int, int]] = defaultdict(dict)
     for index, site in enumerate(sites):
         by_name[site.name][site.call] = index
-    modules = dict(model.named_modules())
     calls: dict[str, int] = {}
     handed: Handed = {}
 
@@ -96,19 +96,15 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
         for sink in sinks:
             sink.take(site, phase, rows)
 
-    def hooks(name: str) -> tuple[Any, Any]:
+    def hooks(name: str) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         by_call = by_name[name]
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(x: Tensor) -> None:
             calls[name] += 1
             if (site := by_call.get(calls[name] - 1)) is not None:
-                hand(
-                    site,
-                    "pre",
-                    args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)),
-                )
+                hand(site, "pre", x)
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        def after(output: Tensor) -> None:
             if (site := by_call.get(calls[name] - 1)) is not None:
                 hand(site, "post", output)
 
@@ -121,10 +117,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
     with ExitStack() as registered:
         reset()
         registered.enter_context(model.register_forward_pre_hook(reset))
-        for name in by_name:
-            before, after = hooks(name)
-            registered.enter_context(modules[name].register_forward_pre_hook(before, with_kwargs=True))
-            registered.enter_context(modules[name].register_forward_hook(after))
+        registered.enter_context(watched(model, {name: hooks(name) for name in by_name}))
         yield handed
 
 
@@ -156,9 +149,9 @@ def check_sites(model: PreTrainedModel, sites: Sequence[NormSite]) -> None:
                 f"{site!r} is no site; give some that find_sites returned, or roles and name patterns in one string, "
                 "as 'mlp,*ln_1'"
             )
-        if site.name not in modules:
+        if site.owner not in modules:
             raise DataError(
-                f"{type(model).__name__} has no module {site.name}: it is a site of another model; give some that "
+                f"{type(model).__name__} has no module {site.owner}: it is a site of another model; give some that "
                 "find_sites returned for this one"
             )
         if site.key in keys:
@@ -225,7 +218,7 @@ def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedMode
     base = base_model(model)
     inside = {id(m) for m in base.modules()}
     modules = dict(model.named_modules())
-    return base if all(id(modules[site.name]) in inside for site in sites) else model
+    return base if all(id(modules[site.owner]) in inside for site in sites) else model
 
 
 def in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManager[None]:

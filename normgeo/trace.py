@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError
+from normgeo.functional import FUNCTIONS, FunctionNorm, function_name, function_norm
 from normgeo.models import default_dtype, uncompiled
 
-__all__ = ["Call", "Trace", "evaluating", "is_leaf", "traced"]
+__all__ = ["Call", "Function", "Trace", "evaluating", "is_leaf", "traced"]
 
 
 @dataclass(eq=False)
@@ -68,6 +69,23 @@ class Call:
         return not (self.leaf and isinstance(self.output, Tensor) and self.feeds(self))
 
 
+@dataclass(eq=False)
+class Function:
+    """Vectors that the code of a module standardizes itself.
+
+    Attributes:
+        owner: the call of the module.
+        function: of torch's, that does it; of what is written out, the `rsqrt` in it.
+        call: the function's, as if it were a module's.
+        norm: what it does; None where that does not show: it has gains, or is written out.
+    """
+
+    owner: Call
+    function: str
+    call: Call
+    norm: FunctionNorm | None = None
+
+
 def _storage(tensor: Tensor) -> int:
     """Where a tensor's numbers are; of one that has none, as in `torch.func`, a number of its own."""
     try:
@@ -82,10 +100,12 @@ class Trace:
 
     Attributes:
         calls: in the order in which they began.
+        functions: what may be norms that are no modules, in that order.
         lists: names of the modules that list others (`ModuleList`, `ModuleDict`, `Sequential`).
     """
 
     calls: list[Call] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
     lists: set[str] = field(default_factory=set)
 
     @cached_property
@@ -128,12 +148,17 @@ def is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
+def _of_vectors(x: Tensor) -> bool:
+    """Whether there is one number for each token, as mean squares are; more are of heads."""
+    return x.ndim == 3 and x.shape[-1] == 1
+
+
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
 SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
 
 class _Functions(TorchFunctionMode):
-    """Notes which call weighs tokens by their scores, and what is a cast or a copy of what.
+    """Notes which call weighs tokens by their scores, what is a cast or a copy of what, and norms that are no modules.
 
     Scores are a softmax of one for every pair of tokens, or torch's attention. A softmax of what comes straight out of
     a matrix is a router's, whose experts may be as many as tokens.
@@ -148,7 +173,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function gives."""
-        out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        out, name = func(*args, **kwargs), getattr(func, "__name__", "")
         given = next((value for value in args if isinstance(value, Tensor)), None)
         if name in SAME and given is not None and isinstance(out, Tensor):
             memory, source = _storage(out), _storage(given)
@@ -161,7 +187,22 @@ class _Functions(TorchFunctionMode):
                 owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
                 if name == "multi_head_attention_forward":
                     owner.crosses = self._given(_storage(args[2]), owner)
+        elif self.running and (name in FUNCTIONS or (name == "rsqrt" and given is not None and _of_vectors(given))):
+            self._standardizes(name, args, kwargs, out)
         return out
+
+    def _standardizes(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
+        owner, begins = self.running[-1], next(self.clock)
+        x, norm = (name in FUNCTIONS and function_norm(name, args, kwargs)) or (None, None)
+        call = Call(function_name(owner.name, name), begins, [] if x is None else [x], next(self.clock), out, leaf=True)
+        call.reads = self.read(call.inputs)
+        self.trace.functions.append(Function(owner, name, call, norm))
+        self.made.add(_storage(out))
+
+    def read(self, inputs: list[Tensor]) -> set[int]:
+        """The memory of tensors, and of what they are casts or copies of."""
+        memory = {_storage(x) for x in inputs}
+        return memory | {self.sources[m] for m in memory if m in self.sources}
 
     def _given(self, memory: int, owner: Call) -> bool:
         """Whether a call around this one was given that memory, but not as what comes first."""
@@ -190,8 +231,7 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call(name, next(clock), _tensors([*args, *kwargs.values()]), leaf=leaf, weight=leaf and name in own)
-            memory = {_storage(t) for t in call.inputs}
-            call.reads = memory | {functions.sources[m] for m in memory if m in functions.sources}
+            call.reads = functions.read(call.inputs)
             trace.calls.append(call)
             stack.append(call)
 
@@ -205,6 +245,7 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
                 functions.made.add(_storage(output))
             if output is None and sys.exc_info()[1] is not None:  # it raised; somebody may go on
                 trace.calls[:] = [c for c in trace.calls if c is not call and not call.holds(c)]
+                trace.functions[:] = [f for f in trace.functions if not call.holds(f.call)]
             if call.by_torch and name in own and not any(c.weight and call.holds(c) for c in trace.calls):
                 call.weight = True
 

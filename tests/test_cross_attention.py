@@ -45,12 +45,17 @@ def test_attention_to_others_is_cross_attention(layer):
 
 
 @pytest.mark.parametrize(
-    "keys", ["y + p, y", "y.clone(), y", "cat([p, y], 1), cat([p, y], 1)", "norm(y, (D,)), norm(y, (D,))", "y, y + p"]
-)
-def test_attention_to_what_is_made_of_oneself_is_not(keys):
+    ("keys", "norms"),
+    [
+        ("y + p, y", 0), ("y.clone(), y", 0), ("cat([p, y], 1), cat([p, y], 1)", 0),
+        ("norm(y, (D,)), norm(y, (D,))", 2), ("y, y + p", 0),
+    ],
+)  # fmt: skip
+def test_attention_to_what_is_made_of_oneself_is_not(keys, norms):
     class Made(Torchs):
         def forward(self, y):
             names = {"y": y, "p": torch.ones(1, 1, D), "cat": torch.cat, "norm": nn.functional.layer_norm, "D": D}
             return nn.MultiheadAttention.forward(self, y, *eval(keys, names))[0]
 
-    assert places(Own(Layer(Made), Layer(Made))) == SEQUENTIAL
+    expected = [place for place in SEQUENTIAL for _ in range(1 + norms * (place[0] == "attention"))]
+    assert places(Own(Layer(Made), Layer(Made))) == expected

@@ -85,12 +85,12 @@ def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedM
 
 
 def main_sites(model: PreTrainedModel) -> list[NormSite]:
-    """The norms of the main branch, each once; all of one kind.
+    """The norms of the main branch that are modules, each once; all of one kind.
 
     Raises:
         ModelError: there is none.
     """
-    sites = {site.name: site for site in find_sites(model) if site.role not in SIDE}
+    sites = {site.name: site for site in find_sites(model) if site.role not in SIDE and not site.is_function}
     kinds = {site.kind for site in sites.values()}
     if len(kinds) != 1:
         raise ModelError(f"{type(model).__name__} has {'both kinds' if kinds else 'none'} of norm; compare one kind")

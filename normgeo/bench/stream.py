@@ -9,19 +9,19 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.angles.measure import measure_angles, new_statistics
 from normgeo.errors import NormGeoError
+from normgeo.functional import watched
 from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import base_model, shared_copy
 from normgeo.sites import NormSite, find_sites
@@ -126,13 +126,16 @@ def _variants(
 
         return run
 
-    def watched(twin: PreTrainedModel, look: Callable[[Tensor], Tensor]) -> Callable[[TokenBatch], None]:
-        modules, forward_pass = dict(twin.named_modules()), plain(base_model(twin))
-        norms = [modules[name] for name in dict.fromkeys(site.name for site in sites)]
+    def looked(twin: PreTrainedModel, look: Callable[[Tensor], Tensor]) -> Callable[[TokenBatch], None]:
+        forward_pass = plain(base_model(twin))
 
         def run(chunk: TokenBatch) -> None:
             kept: list[Tensor] = []
-            with _watched(norms, lambda x: kept.append(look(x))):
+
+            def keep(x: Tensor) -> None:
+                kept.append(look(x))
+
+            with watched(twin, {site.name: (keep, keep) for site in sites}):
                 forward_pass(chunk)
 
         return run
@@ -153,28 +156,11 @@ def _variants(
         "base": plain(base_model(shared_copy(model))),
         "full": plain(shared_copy(model)),
         "output_hidden_states": plain(base_model(shared_copy(model)), output_hidden_states=True),
-        "cosine_hooks": watched(shared_copy(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
-        "clone_hooks": watched(shared_copy(model), torch.clone),
+        "cosine_hooks": looked(shared_copy(model), lambda x: torch.cosine_similarity(x, torch.ones_like(x), dim=-1)),
+        "clone_hooks": looked(shared_copy(model), torch.clone),
         "statistics": measured(shared_copy(model), 0),
         "statistics_null": measured(shared_copy(model), null),
     }
-
-
-@contextmanager
-def _watched(modules: Sequence[nn.Module], look: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Plain hooks that hand the first input and the output of every module to a function."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        look(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        look(output)
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after))
-        yield
 
 
 def peak_memory(

@@ -133,7 +133,9 @@ def convert(
         if gauge is None:
             gauge = _gauge(model, inputs, trainable)
         if not gauge.layernorms:
-            raise ConversionError(f"{type(model).__name__} has no LayerNorm: all its norms are RMSNorm already")
+            functions = _listed(_functions(gauge))
+            why = f" that is a module: {functions}" if functions else ": all its norms are RMSNorm already"
+            raise ConversionError(f"{type(model).__name__} has no LayerNorm{why}")
         check_unconverted(model)
         if trainable:
             return _trainable(model, gauge, inputs, certify_on)
@@ -294,10 +296,16 @@ def _sorted(gauge: Gauge, means: dict[str, float], to: str) -> tuple[list[NormSi
     others = [site for site in gauge.layernorms if site not in chosen]
     untouched = [site for site in others if _beside(site, gauge, to)]
     kept = {site.key: _reason(site, means, gauge) for site in others if site not in untouched}
+    kept |= _functions(gauge)
     if not chosen:
         why = _listed(kept) or "they are all off the main branch: on heads, inside branches or in a head"
         raise ConversionError(f"no LayerNorm can be replaced: {why}")
     return chosen, kept, untouched
+
+
+def _functions(gauge: Gauge) -> dict[str, str]:
+    """LayerNorms of the main branch that stay because nothing can be put in their place."""
+    return {site.key: "a function, not a module" for site in gauge.functions if site.role not in SIDE}
 
 
 def _beside(site: NormSite, gauge: Gauge, to: str) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeGuard, cast
 
 import torch
@@ -76,7 +76,8 @@ class Gauge:
         readers: parameters that multiply what a LayerNorm gives.
         invisible: where a mean may be removed without any output noticing, in the order of the pass.
         raw: for a LayerNorm whose input is read by something else too: who reads it.
-        sites: the model's norms.
+        sites: the model's norms that are modules.
+        functions: LayerNorms that are not.
         idle: LayerNorms that no output depended on, as in a pooling head that a task leaves unread.
         unreached: parameters as wide as a stream that no output depended on, for the inputs that were given. Whether
             they write is not known; experts that no token was routed to are taken to do what those beside them do.
@@ -89,6 +90,7 @@ class Gauge:
     invisible: tuple[Place, ...] = ()
     raw: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sites: tuple[NormSite, ...] = ()
+    functions: tuple[NormSite, ...] = ()
     idle: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
 
@@ -124,7 +126,9 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     if torch.is_inference_mode_enabled():
         raise ModelError("a gauge is found by gradients, which torch.inference_mode forbids: leave it first")
     inputs = reaching_inputs(model) if inputs is None else inputs
-    sites = tuple(find_sites(model, inputs, qk=True))
+    found = find_sites(model, inputs, qk=True)
+    sites = tuple(site for site in found if not site.is_function)
+    functions = tuple(site for site in found if site.is_function and site.kind == "layernorm")
     with torch.no_grad():
         exact = float64_copy(model).train(training)
         # a GPU adds up in whatever order; what is random differs by far more
@@ -133,11 +137,11 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             name, mode = type(model).__name__, "with one seed in training" if training else "also in evaluation"
             raise ModelError(f"{name} gives other outputs each time, {mode} mode; fix what is random")
     if not any(site.kind == "layernorm" for site in sites):
-        return Gauge((), sites=sites)
+        return Gauge((), sites=sites, functions=functions)
     del exact  # as large as the model, in float64
     probe, gains = plain_norms(generic_copy(model, inputs).train(training), sites)
     shared = {name: set(group) for group in tied(model) for name in group}  # the probe is untied
-    return _Probe(probe, sites, gains, inputs, shared).gauge()
+    return replace(_Probe(probe, sites, gains, inputs, shared).gauge(), functions=functions)
 
 
 @torch.no_grad()
@@ -200,7 +204,7 @@ class _Probe:
                 f"gradient shows (maybe by {chosen[0]}): nothing can be centered"
             )
         raw = self._raw_readers(writers)
-        return Gauge(writers, scaled, tables, readers, invisible, raw, self.sites, idle, unreached)
+        return Gauge(writers, scaled, tables, readers, invisible, raw, self.sites, (), idle, unreached)
 
     def _check(self, gradients: Mapping[str, Tensor | None]) -> None:
         for parameter, gradient in gradients.items():

@@ -324,10 +324,10 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
     few = job.tokens.batches(min(job.n_tokens, PROBED), max(1, PROBED // job.tokens.context))
     for _ in stream(job.model, job.sites, few, [probe]):
         pass
-    modules, rebuilds, dtypes = dict(job.model.named_modules()), [], []
+    modules, rebuilds, dtypes = [site.module_of(job.model) for site in job.sites], [], []
     for i, site in enumerate(job.sites):
         pre, post = probe.kept[i, "pre"], probe.kept[i, "post"]
-        rebuild = find_rebuild(modules[site.name], site, pre, post)
+        rebuild = find_rebuild(modules[i], site, pre, post)
         if pre.dtype != post.dtype:
             raise StoreError(f"{site.key} turns {pre.dtype} into {post.dtype}; give --dtype float32")
         if "post" not in config.phases and rebuild.error > REBUILT_WITHIN:
@@ -335,9 +335,7 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
         rebuilds.append(rebuild)
         dtypes.append(str(pre.dtype).removeprefix("torch."))
     layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)
-    return _Plan(
-        layout, rebuilds, [type(modules[site.name]).__name__ for site in job.sites], _overhead(config, job, layout)
-    )
+    return _Plan(layout, rebuilds, [type(module).__name__ for module in modules], _overhead(config, job, layout))
 
 
 def _overhead(config: CaptureConfig, job: Job, layout: Layout) -> int:

@@ -1,0 +1,144 @@
+"""Norms that are no modules: torch's `layer_norm` and `rms_norm`, called in the code of one.
+
+Such a norm goes by the name of the module whose code calls it and of the function, as `transformer.h.0.rms_norm()`. It
+is measured where it has no gains; those of one that has are told by nothing that a name leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["FUNCTIONS", "FunctionNorm", "function_name", "function_norm", "function_of", "watched"]
+
+FUNCTIONS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+"""torch's norms, and their parameters in order."""
+
+
+class FunctionNorm(nn.Module):
+    """A call of torch's `layer_norm` or `rms_norm` without gains, as a module.
+
+    Args:
+        function: its name.
+        d: width of the vectors.
+        eps: None for torch's own, which is that of the input's dtype.
+    """
+
+    def __init__(self, function: str, d: int, eps: float | None) -> None:
+        super().__init__()
+        self.function, self.d, self.eps = function, d, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the function gives."""
+        options = {} if self.eps is None else {"eps": self.eps}
+        return getattr(nn.functional, self.function)(x, (self.d,), **options)
+
+
+_Found = tuple[Tensor, FunctionNorm]
+
+
+def function_name(owner: str, function: str) -> str:
+    """How a norm is called that the code of a module (its dotted name; "" for the model) calls as a function."""
+    return f"{owner}.{function}()" if owner else f"{function}()"
+
+
+def function_of(name: str) -> tuple[str, str] | None:
+    """The owner's name and the function's of a norm that is called as a function; None of one that is a module."""
+    owner, _, function = name.rpartition(".")
+    return (owner, function.removesuffix("()")) if function.endswith("()") else None
+
+
+def function_norm(function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Found | None:
+    """The input of a call of torch's norm, and the norm; None where it has gains, or is over several axes."""
+    given = dict(zip(FUNCTIONS[function], args, strict=False)) | dict(kwargs)
+    shape = given["normalized_shape"]
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if len(shape) != 1 or given.get("weight") is not None or given.get("bias") is not None:
+        return None
+    eps = given.get("eps", 1e-5 if function == "layer_norm" else None)
+    return given["input"], FunctionNorm(function, shape[0], eps)
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]
+
+
+class _Intercepting(TorchFunctionMode):
+    """Shows what goes into the norms of some names, and what comes out."""
+
+    def __init__(self, hooks: Mapping[str, Hooks]) -> None:
+        super().__init__()
+        self.hooks, self.running = hooks, list[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What the function gives."""
+        kwargs, function = kwargs or {}, getattr(func, "__name__", "")
+        if function not in FUNCTIONS or not self.running:
+            return func(*args, **kwargs)
+        hooks, found = self.hooks.get(function_name(self.running[-1], function)), function_norm(function, args, kwargs)
+        if hooks is None or found is None:
+            return func(*args, **kwargs)
+        hooks[0](found[0])
+        out = func(*args, **kwargs)
+        hooks[1](out)
+        return out
+
+
+@contextmanager
+def watched(model: nn.Module, hooks: Mapping[str, Hooks]) -> Iterator[None]:
+    """While inside, norms show what they are given and what they give, in every call; afterwards nothing stays.
+
+    Args:
+        model: that has the norms.
+        hooks: by the names of norms, modules or functions: what is given the input, and the output.
+    """
+    modules = dict(model.named_modules())
+    with ExitStack() as registered:
+        for name in hooks:
+            if function_of(name) is None:
+                before, after = _of_module(*hooks[name])
+                registered.enter_context(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+                registered.enter_context(modules[name].register_forward_hook(after))
+        if functions := {name: pair for name, pair in hooks.items() if function_of(name) is not None}:
+            _intercept(modules, functions, registered)
+        yield
+
+
+def _of_module(before: Callable[[Tensor], Any], after: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+    def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+
+    def post(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        after(output)
+
+    return pre, post
+
+
+def _intercept(modules: Mapping[str, nn.Module], hooks: Mapping[str, Hooks], registered: ExitStack) -> None:
+    """Follow which module runs, and show the functions that it calls."""
+    mode = _Intercepting(hooks)
+
+    def entered(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if not mode.running:
+                mode.__enter__()  # while the model runs, not around it, where other code would come in between
+            mode.running.append(name)
+
+        return hook
+
+    def left(*_: Any) -> None:
+        mode.running.pop()
+        if not mode.running:
+            mode.__exit__(None, None, None)
+
+    for name, module in modules.items():
+        if not isinstance(module, torch.jit.ScriptModule):  # takes no such hooks
+            registered.enter_context(module.register_forward_pre_hook(entered(name)))
+            registered.enter_context(module.register_forward_hook(left, always_call=True))
