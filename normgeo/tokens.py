@@ -83,6 +83,14 @@ class TokenStream:
     row: int | None = None
     revision: str | None = None
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What records say of it, from which the same tokens can be had again."""
+        return {
+            "data": self.source, "data_sha256": self.digest, "data_revision": self.revision, "packing": self.packing,
+            "context": self.context,
+        }  # fmt: skip
+
     @classmethod
     def from_array(cls, ids: Any, *, context: int | None = None, source: str = "array") -> TokenStream:
         """Token ids whose rows are sequences, or one long sequence; rows longer than `context` are cut.

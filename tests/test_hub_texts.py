@@ -73,10 +73,11 @@ def test_text_of_any_data_set_on_the_hub(repository, tmp_path):
             *(f"angles embedded-layernorm --data {data} {few} --out hub{i}" for i, data in enumerate(wanted)),
             *(f"angles embedded-layernorm --data {i}.jsonl {few} --out file{i}" for i in range(len(wanted))),
             f"train --data org/texts@small {train} --out twins",
+            "convert embedded-layernorm converted --data org/texts@small --tokens 150 --context 64",
             *(f"angles embedded-layernorm --data {data} {few} --out wrong" for data in wrong),
         )  # fmt: skip
-    assert statuses == [0] * 7 + [1] * 4, "\n".join(said)
-    for error, (data, why) in zip(said[7:], wrong.items(), strict=True):
+    assert statuses == [0] * 8 + [1] * 4, "\n".join(said)
+    for error, (data, why) in zip(said[8:], wrong.items(), strict=True):
         assert why in error, (data, error)
     assert not (tmp_path / "wrong").exists()
     commit = hub.commit_of("datasets/org/texts", "main")
@@ -86,6 +87,13 @@ def test_text_of_any_data_set_on_the_hub(repository, tmp_path):
         (about,) = json.loads((tmp_path / f"hub{i}/run.json").read_text())["models"].values()
         assert (about["data"], about["data_sha256"], about["data_revision"]) == (data, data, commit)
     assert json.loads((tmp_path / "twins/train.json").read_text())["data_revision"] == commit
+    text = json.loads((tmp_path / "converted/conversion.json").read_text())["text"]
+    assert (text["data"], text["data_revision"], text["context"], text["tokens"]) == (
+        "org/texts@small",
+        commit,
+        64,
+        150,
+    )
 
 
 class Moving:

@@ -17,7 +17,7 @@ from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
 from normgeo.conversion.probing import float64_copy, outputs_of, tied
-from normgeo.conversion.runs import text_batches
+from normgeo.conversion.runs import convert_checkpoint
 from normgeo.conversion.trainable import bake
 from normgeo.converted import recenter_at
 from normgeo.errors import ConversionError, DataError, ModelError
@@ -292,8 +292,10 @@ def test_batches_to_certify_on():
 
 def test_the_first_id_beyond_a_vocabulary_is_refused(tmp_path):
     np.save(tmp_path / "ids.npy", np.full((2, 8), 96))
+    zoo.tiny("gpt2").save_pretrained(tmp_path / "model")
     with pytest.raises(DataError, match="token id 96 is beyond the model's vocabulary of 96"):
-        text_batches(zoo.tiny("gpt2"), str(tmp_path / "ids.npy"), None, 16, None)
+        convert_checkpoint(str(tmp_path / "model"), tmp_path / "out", data=str(tmp_path / "ids.npy"), n_tokens=16)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("side", ["input", "output"])

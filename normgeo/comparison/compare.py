@@ -174,10 +174,10 @@ def compare(
         [{"model": name, **_size(model, whole[name]), **metrics[name], **times[name]} for name, model in models.items()]
     )
     frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
-    about = {"data": source.source, "data_sha256": source.digest, "data_revision": source.revision,
-             "packing": source.packing, "context": source.context,
-             "tokens": int(frame.tokens.iloc[0]), "batch": batch, "null": null, "rounds": rounds, "seed": seed,
-             "torch": torch.__version__, "threads": torch.get_num_threads()}  # fmt: skip
+    about = {
+        **source.about, "tokens": int(frame.tokens.iloc[0]), "batch": batch, "null": null, "rounds": rounds,
+        "seed": seed, "torch": torch.__version__, "threads": torch.get_num_threads(),
+    }  # fmt: skip
     return Comparison(frame, _matched(tables), about)
 
 

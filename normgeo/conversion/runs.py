@@ -25,9 +25,9 @@ from normgeo.models import pick_dtype, usable_device, weights_digest
 from normgeo.norms import CRMSNorm
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.folders import whole_directory
-from normgeo.tokens import load_tokens
+from normgeo.tokens import TokenStream, load_tokens
 
-__all__ = ["convert_checkpoint", "text_batches"]
+__all__ = ["convert_checkpoint"]
 
 TOKENS = 2048  # to certify on
 OF_TEXT = {"input_ids", "decoder_input_ids", "attention_mask", "token_type_ids", "bbox"}  # boxes have a default
@@ -124,12 +124,15 @@ def convert_checkpoint(
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
         return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
-    batches = text_batches(model, data, tokenizer, n_tokens, context)
+    text = _text(model, data, tokenizer, n_tokens, context)
+    if text is not None:
+        about["text"] = text.about | {"tokens": n_tokens}
     announce(
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
     )
     conversion = convert(
-        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs, certify_on=batches
+        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs,
+        certify_on=[] if text is None else _batches(model, text, n_tokens),
     )  # fmt: skip
     for line in _sizes(model, conversion.model):
         announce(line)
@@ -186,17 +189,17 @@ def _available() -> int:
     return min(available, limit - used + int(cached))
 
 
-def text_batches(
+def _text(
     model: PreTrainedModel, data: str | None, tokenizer: Any, n_tokens: int, context: int | None
-) -> list[dict[str, Tensor]]:
-    """Batches of real text for the certificate; none for a model that takes no token ids.
+) -> TokenStream | None:
+    """Real text for the certificate; None for a model that takes no token ids.
 
     Raises:
-        DataError: there is a data source but the model takes no text, or ids are beyond the vocabulary.
+        DataError: there is a data source but the model takes no text, or it is not to be had.
     """
     others = sorted(set(example_inputs(model)) - OF_TEXT)
     if data is None and (tokenizer is None or others):
-        return []
+        return None
     if others:
         raise DataError(f"{type(model).__name__} takes {', '.join(others)}, not text alone; leave --data out")
     if n_tokens < 1:
@@ -205,9 +208,17 @@ def text_batches(
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)
     check_context(model, length)
-    tokens = load_tokens("sample" if data is None else data, tokenizer, length)
+    return load_tokens("sample" if data is None else data, tokenizer, length)
+
+
+def _batches(model: PreTrainedModel, text: TokenStream, n_tokens: int) -> list[dict[str, Tensor]]:
+    """The text as the model takes it.
+
+    Raises:
+        DataError: ids are beyond the vocabulary.
+    """
     known, batches = vocabulary(model), []
-    for batch in tokens.batches(n_tokens, 2):
+    for batch in text.batches(n_tokens, 2):
         if int(batch.ids.max()) >= known:
             raise DataError(f"token id {batch.ids.max()} is beyond the model's vocabulary of {known}")
         ids = torch.from_numpy(batch.ids).to(model.device)
