@@ -157,17 +157,26 @@ class Placer:
         return next((k for k in ("cross_attention", "attention", "mixer", "mlp") if k in kinds), "inner")
 
     def _is_post_norm(self, stack: str) -> bool:
-        """Whether all layers of a stack begin with a weight, not a norm. A first may: its norm is the embedding's."""
+        """Whether all layers of a stack that have both begin with a weight, not a norm.
+
+        With that of them which reads what the layer is given, where one does: others read what it is conditioned on. A
+        first layer may begin with a norm: it is the embedding's.
+        """
         if stack not in self.post:
-            first: dict[int, dict[bool, int]] = defaultdict(dict)
+            begins: dict[int, list[tuple[bool, int, bool]]] = defaultdict(list)
             for call in self.trace.calls:
                 if call.weight or id(call) in self.known:
                     place = self._layer(call)
                     if place is not None and place[0] == stack:
-                        first[place[1]].setdefault(id(call) in self.known, call.began)
-            both = [began for began in first.values() if len(began) == 2]
-            self.post[stack] = bool(both) and all(began[False] < began[True] for began in both)
+                        begins[place[1]].append((not self._reads_input(call), call.began, id(call) in self.known))
+            both = [min(calls) for calls in begins.values() if len({is_norm for *_, is_norm in calls}) == 2]
+            self.post[stack] = bool(both) and not any(is_norm for *_, is_norm in both)
         return self.post[stack]
+
+    def _reads_input(self, call: Call) -> bool:
+        """Whether it reads what comes first of what its layer is given."""
+        layer = self.trace.running(call)
+        return layer is not None and bool(layer.inputs) and call.reads_from(layer.inputs[0])
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:

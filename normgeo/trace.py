@@ -40,7 +40,7 @@ class Call:
         by_torch: whether that was by a function of torch's.
         crosses: whether a function of torch's that has the matrices weighed what the call around it was given as well,
             behind its first argument.
-        reads: the memory of its inputs, and of what they are casts or copies of.
+        reads: the memory of its inputs, and of what they are casts, copies or modulations of.
     """
 
     name: str
@@ -56,8 +56,12 @@ class Call:
     reads: set[int] = field(default_factory=set)
 
     def feeds(self, other: Call) -> bool:
-        """Whether the other call reads this one's output, a view, a cast or a copy of it."""
+        """Whether the other call reads this one's output: a view, a cast, a copy or a modulation of it."""
         return _storage(self.output) in other.reads
+
+    def reads_from(self, tensor: Tensor) -> bool:
+        """Whether it reads this tensor."""
+        return _storage(tensor) in self.reads
 
     def holds(self, other: Call) -> bool:
         """Whether the other call is made within this one."""
@@ -154,11 +158,13 @@ def _of_vectors(x: Tensor) -> bool:
 
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
+MODULATES = {"mul", "add", "addcmul"}
+"""What scales and shifts a tensor by smaller ones, as adaptive norms do."""
 SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
 
 class _Functions(TorchFunctionMode):
-    """Notes which call weighs tokens by their scores, what is a cast or a copy of what, and norms that are no modules.
+    """Notes which call weighs tokens by their scores, what is made of what, and norms that are no modules.
 
     Scores are a softmax of one for every pair of tokens, or torch's attention. A softmax of what comes straight out of
     a matrix is a router's, whose experts may be as many as tokens.
@@ -177,10 +183,11 @@ class _Functions(TorchFunctionMode):
         out, name = func(*args, **kwargs), getattr(func, "__name__", "")
         given = next((value for value in args if isinstance(value, Tensor)), None)
         if name in SAME and given is not None and isinstance(out, Tensor):
-            memory, source = _storage(out), _storage(given)
-            if memory != source and (source in self.made or source in self.sources):  # not of weights, which are large
-                self.sources[memory] = self.sources.get(source, source)
-                self._kept.append(out)
+            self._is_made_of(out, given)
+        elif name in MODULATES and isinstance(out, Tensor) and self.running and not self.running[-1].leaf:
+            given = [x for x in args if isinstance(x, Tensor)]
+            if sum(x.numel() == out.numel() for x in given) == 1:  # of two as large each is another's
+                self._is_made_of(out, max(given, key=Tensor.numel))
         elif name in ATTENTION or (name == "softmax" and given is not None and self._scores(given)):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
@@ -191,6 +198,12 @@ class _Functions(TorchFunctionMode):
             self._standardizes(name, args, kwargs, out)
         return out
 
+    def _is_made_of(self, out: Tensor, given: Tensor) -> None:
+        memory, source = _storage(out), _storage(given)
+        if memory != source and (source in self.made or source in self.sources):  # not of weights, which are large
+            self.sources[memory] = self.sources.get(source, source)
+            self._kept.append(out)
+
     def _standardizes(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         owner, begins = self.running[-1], next(self.clock)
         x, norm = (name in FUNCTIONS and function_norm(name, args, kwargs)) or (None, None)
@@ -200,7 +213,7 @@ class _Functions(TorchFunctionMode):
         self.made.add(_storage(out))
 
     def read(self, inputs: list[Tensor]) -> set[int]:
-        """The memory of tensors, and of what they are casts or copies of."""
+        """The memory of tensors, and of what they are made of."""
         memory = {_storage(x) for x in inputs}
         return memory | {self.sources[m] for m in memory if m in self.sources}
 
