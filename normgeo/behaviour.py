@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ __all__ = ["Behaviour", "Kind", "behaviour_of"]
 
 Kind = Literal["layernorm", "rmsnorm"]
 TOLERANCE = 1e-4
+EPS = re.compile(r"(^|_)eps(ilon)?(_|$)", re.IGNORECASE)  # steps are none
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 def _named_eps(module: nn.Module) -> float | None:
-    values = [v for k, v in vars(module).items() if "eps" in k.lower() and isinstance(v, float)]
+    values = [v for k, v in vars(module).items() if EPS.search(k) and isinstance(v, float)]
     return values[0] if values else None
 
 

@@ -85,8 +85,8 @@ class _Intercepting(TorchFunctionMode):
         hooks, found = self.hooks.get(function_name(self.running[-1], function)), function_norm(function, args, kwargs)
         if hooks is None or found is None:
             return func(*args, **kwargs)
+        out = func(*args, **kwargs)  # which may raise, and somebody go on
         hooks[0](found[0])
-        out = func(*args, **kwargs)
         hooks[1](out)
         return out
 
@@ -133,12 +133,23 @@ def _intercept(modules: Mapping[str, nn.Module], hooks: Mapping[str, Hooks], reg
 
         return hook
 
-    def left(*_: Any) -> None:
-        mode.running.pop()
-        if not mode.running:
+    def left(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if mode.running and mode.running[-1] == name:  # else another hook refused it before it began
+                mode.running.pop()
+                if not mode.running:
+                    mode.__exit__(None, None, None)
+
+        return hook
+
+    def interrupted() -> None:  # by what torch calls no hooks for
+        if mode.running:
+            mode.running.clear()
             mode.__exit__(None, None, None)
 
+    registered.callback(interrupted)
     for name, module in modules.items():
         if not isinstance(module, torch.jit.ScriptModule):  # takes no such hooks
-            registered.enter_context(module.register_forward_pre_hook(entered(name)))
-            registered.enter_context(module.register_forward_hook(left, always_call=True))
+            # around the norm's own hooks: what sinks call is not the model's
+            registered.enter_context(module.register_forward_pre_hook(entered(name), prepend=True))
+            registered.enter_context(module.register_forward_hook(left(name), always_call=True))

@@ -282,7 +282,7 @@ def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
 def explained(name: str, error: Exception) -> ModelError:
     """What is wrong with a model's name, in one line, from what loading it raised."""
     text = " ".join(str(error).split())
-    low, path = text.lower(), Path(name)
+    low, path = text.lower().replace(name.lower(), ""), Path(name)  # what it is called tells nothing
     if path.is_file():
         hint, text = "it is a file, and a model is a directory or a hub id", ""
     elif (path / ADAPTER).is_file():
@@ -291,7 +291,7 @@ def explained(name: str, error: Exception) -> ModelError:
         hint, text = "the directory has no config.json", ""
     elif not path.exists() and not _hub_id(name):
         hint, text = "there is no such directory", ""
-    elif not path.is_dir() and ("gated" in low or "401" in low or "403" in low):
+    elif not path.is_dir() and re.search(r"gated repo|\b40[13] client error", low):
         hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
     elif "trust_remote_code" in low:
         hint = "it brings its own code, which is run only with --trust-remote-code"

@@ -142,7 +142,7 @@ class Placer:
         readers = [c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes]
         readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them
         readers = around or readers
-        if before and after and block.part(before[-1]) == block.part(after[0]):
+        if before and after and not self._on_sum(norm) and block.part(before[-1]) == block.part(after[0]):
             module = block.part(norm)[1]
             beside = [w for w in weights if module and block.part(w)[1] == module]  # a q_proj tells of the others
             heads = any(block.branch(c).endswith("attention") for c in (norm, before[-1], after[0], *beside))
@@ -155,6 +155,12 @@ class Placer:
         if {"attention", "mlp"} <= kinds:
             return "parallel"
         return next((k for k in ("cross_attention", "attention", "mixer", "mlp") if k in kinds), "inner")
+
+    def _on_sum(self, norm: Call) -> bool:
+        """Whether it normalizes a sum that is like what its layer is given, and so not inside a branch."""
+        layer = self.trace.running(norm)
+        alike = layer is not None and bool(layer.inputs) and layer.inputs[0].shape == norm.inputs[0].shape
+        return alike and not self.trace.sums.isdisjoint(norm.reads)
 
     def _is_post_norm(self, stack: str) -> bool:
         """Whether all layers of a stack that have both begin with a weight, not a norm.

@@ -9,7 +9,6 @@ sits is read off one forward pass on a few tokens (`normgeo.roles`).
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from normgeo.examples import example_inputs
 from normgeo.functional import FunctionNorm, function_of
 from normgeo.models import check_model, on_cpu
 from normgeo.roles import Placer, Role
-from normgeo.trace import Call, Trace, traced
+from normgeo.trace import Call, Function, Trace, traced
 
 __all__ = ["NormSite", "Role", "find_sites"]
 
@@ -44,7 +43,7 @@ class NormSite:
         gain, bias: whether it has a gamma and a beta.
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
-        call: which of several calls in one forward pass, as of modules that layers share.
+        call: which of several calls in one forward pass, as of modules that layers share; `calls`: of how many.
         dtype: of the vectors, as torch names it.
         time_major: whether its input is laid out [time, batch, d].
     """
@@ -63,6 +62,7 @@ class NormSite:
     call: int = 0
     dtype: str = "float32"
     time_major: bool = False
+    calls: int = 1
 
     @property
     def key(self) -> str:
@@ -90,8 +90,8 @@ class NormSite:
 def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
     """Find every norm that the model calls, in the order of the forward pass.
 
-    Warns of what looks like a norm in the code of a module and cannot be measured: torch's with gains, and what is
-    written out with an `rsqrt`.
+    Warns of norms in the code of a module that cannot be measured: torch's with gains, and those that are written out,
+    which are known by vectors that become as long as each other.
 
     Args:
         model: any transformers model.
@@ -133,13 +133,13 @@ def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, li
             verdicts[call.name] = behaviour_of(modules[call.name], call.inputs[0].shape, call.inputs[0].dtype)
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
-    functions = _functions(model, trace, {call for call, _ in found})
+    functions = _functions(model, trace, {call for call, _ in found}, max(len(value) for value in inputs.values()))
     trace.calls = sorted([*trace.calls, *(call for call, _ in functions)], key=lambda c: c.began)
     return trace, sorted([*found, *functions], key=lambda pair: pair[0].began)
 
 
-def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call]) -> list[tuple[Call, Behaviour]]:
-    """The calls of functions that are norms, but for those in modules that are norms."""
+def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call], batch: int) -> list[tuple[Call, Behaviour]]:
+    """The calls of functions that are norms, but for those in modules that are norms; `batch` sequences went in."""
     found, others = list[tuple[Call, Behaviour]](), dict[str, None]()
     for function in (f for f in trace.functions if f.owner not in norms):
         if function.norm is not None:
@@ -147,15 +147,21 @@ def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call]) -> list[t
             behaviour = behaviour_of(function.norm, x.shape, x.dtype) if _could_be_a_norm(function.call) else None
             if behaviour is not None:
                 found.append((function.call, behaviour))
-        elif not function.owner.leaf:  # what is in a module alone was looked at
-            others[function.call.name] = None
+        elif _is_of_tokens(function, batch):
+            others[function.owner.name or "the model itself"] = None
     if others:
-        names = ", ".join([*others][:3]) + (f" and {len(others) - 3} others" if len(others) > 3 else "")
+        names = ", ".join([*others][:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         warnings.warn(
-            f"{type(model).__name__} seems to have norms that are no modules, and are not measured: {names}; make an "
-            "nn.Module of each", stacklevel=4,
+            f"{type(model).__name__} seems to normalize in the code of {names}, which is not measured: a norm has to "
+            "be a module that does nothing else, or torch's function without gains", stacklevel=5,
         )  # fmt: skip
     return found
+
+
+def _is_of_tokens(function: Function, batch: int) -> bool:
+    """Whether the code of a module normalizes more than one vector a sequence, and was not looked at as a whole."""
+    out = function.call.output
+    return out.numel() > batch * out.shape[-1] and (not function.owner.leaf or function.owner.weight)
 
 
 def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:
@@ -194,11 +200,9 @@ def _placed(
 ) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
     n_tokens = None if ids is None else ids.numel()
-    placer = Placer([call for call, _ in found], trace)
-    calls: dict[str, int] = defaultdict(int)
+    placer, numbers = Placer([call for call, _ in found], trace), trace.numbered()
     sites = []
     for call, behaviour in found:
-        index, calls[call.name] = calls[call.name], calls[call.name] + 1
         role, stack, layer = placer.place(call)
         heads = [whole for whole, base in bases if call.name.startswith(whole) and not call.name.startswith(base)]
         if "" in heads or (heads and role == "final"):  # a model within may have other towers beside its base
@@ -211,8 +215,9 @@ def _placed(
         sites.append(
             NormSite(
                 call.name, behaviour.kind, role, layer, stack, d, behaviour.eps,
-                behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads), index,
-                str(call.inputs[0].dtype).removeprefix("torch."), _is_time_major(call.inputs[0], ids),
+                behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads),
+                numbers[call][0], str(call.inputs[0].dtype).removeprefix("torch."), _is_time_major(call.inputs[0], ids),
+                numbers[call][1],
             )
         )  # fmt: skip
     return sites

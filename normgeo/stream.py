@@ -74,10 +74,12 @@ Handed = dict[tuple[int, str], int]
 
 
 @contextmanager
-def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[Handed]:
+def hooked(
+    model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]
+) -> Iterator[tuple[Handed, dict[str, int]]]:
     """While inside, every call of a norm hands its input and output to the sinks; afterwards nothing stays.
 
-    Gives what was handed in the pass that began last.
+    Gives what was handed in the pass that began last, and how many calls there were by the names of the norms.
     """
     by_name: dict[str, dict[int, int]] = defaultdict(dict)
     for index, site in enumerate(sites):
@@ -118,7 +120,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
         reset()
         registered.enter_context(model.register_forward_pre_hook(reset))
         registered.enter_context(watched(model, {name: hooks(name) for name in by_name}))
-        yield handed
+        yield handed, calls
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:
@@ -213,6 +215,17 @@ def _check_handed(model: PreTrainedModel, sites: Sequence[NormSite], handed: Han
                 )
 
 
+def _check_calls(model: PreTrainedModel, sites: Sequence[NormSite], calls: Sequence[int]) -> None:
+    """Refuse a pass in which a norm was called another number of times than when it was found."""
+    for site, made in zip(sites, calls, strict=True):
+        if made not in (0, site.calls):
+            raise ModelError(
+                f"{type(model).__name__} calls {site.name} {made} times in this pass, and {site.calls} times where its "
+                "norms were found, so that which call is which does not show; leave it out (--sites takes roles and "
+                "name patterns of others), or, in Python, find the sites with inputs= as long as these"
+            )
+
+
 def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
     """The base model where it holds all the sites, else the whole model."""
     base = base_model(model)
@@ -265,7 +278,8 @@ def stream(
         every_token: refuse sites that do not see every token of a batch.
 
     Raises:
-        ModelError: the device is out of memory, or a site does not see every token, as where data decide what runs.
+        ModelError: the device is out of memory, a norm is called another number of times than when it was found, or a
+            site does not see every token, as where data decide what runs.
         DataError: a token id is beyond the vocabulary, or the sites are not the model's.
     """
     check_sites(model, sites)
@@ -277,7 +291,7 @@ def stream(
     pad = getattr(settings, "pad_token_id", None)
     ends = getattr(settings, "eos_token_id", None)
     told = pad in (ends if isinstance(ends, (list, tuple)) else [ends])  # where it may end a document
-    with memory_kept(), evaluating(model), hooked(runner, local, sinks) as handed:
+    with memory_kept(), evaluating(model), hooked(runner, local, sinks) as (handed, calls):
         for batch in batches:
             if pad is not None and not told and _padded(batch, pad):
                 told = True
@@ -289,6 +303,7 @@ def stream(
                 for sink in sinks:
                     sink.begin(batch)
                 forward(runner, batch, known)
+                _check_calls(model, sites, [calls[site.name] for site in local])
                 if every_token:
                     _check_handed(model, sites, handed, batch)
                 for sink in sinks:

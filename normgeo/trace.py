@@ -79,13 +79,11 @@ class Function:
 
     Attributes:
         owner: the call of the module.
-        function: of torch's, that does it; of what is written out, the `rsqrt` in it.
-        call: the function's, as if it were a module's.
+        call: of torch's function for it, or of the last that it is written out with; as if that were a module's.
         norm: what it does; None where that does not show: it has gains, or is written out.
     """
 
     owner: Call
-    function: str
     call: Call
     norm: FunctionNorm | None = None
 
@@ -105,11 +103,13 @@ class Trace:
     Attributes:
         calls: in the order in which they began.
         functions: what may be norms that are no modules, in that order.
+        sums: the memory of sums of two tensors as large as each other, as a residual stream's.
         lists: names of the modules that list others (`ModuleList`, `ModuleDict`, `Sequential`).
     """
 
     calls: list[Call] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
+    sums: set[int] = field(default_factory=set)
     lists: set[str] = field(default_factory=set)
 
     @cached_property
@@ -124,6 +124,13 @@ class Trace:
         for layer in self.layers:
             runs[layer.name.rpartition(".")[0]].append(layer)
         return dict(runs)
+
+    def numbered(self) -> dict[Call, tuple[int, int]]:
+        """Which of those by its name every call is, and how many there are, counted as hooks count them."""
+        functions, names = {f.call for f in self.functions if f.norm is not None}, defaultdict[str, list[Call]](list)
+        for call in sorted({*self.calls, *functions}, key=lambda c: c.began):
+            names[call.name].append(call)
+        return {call: (i, len(alike)) for alike in names.values() for i, call in enumerate(alike)}
 
     def running(self, call: Call) -> Call | None:
         """The outermost layer that runs while a module is called."""
@@ -152,14 +159,24 @@ def is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def _of_vectors(x: Tensor) -> bool:
-    """Whether there is one number for each token, as mean squares are; more are of heads."""
-    return x.ndim == 3 and x.shape[-1] == 1
+def _levels(x: Tensor, y: Tensor) -> bool:
+    """Whether tokens' vectors x [..., d] of different lengths come out of a function, as y, all of one length."""
+    if x.shape != y.shape or x.ndim not in (2, 3) or x.shape[-1] < 4 or not y.is_floating_point():
+        return False
+    try:
+        lengths = [z.double().norm(dim=-1) for z in (x, y)]
+        before, after = (float(length.std() / length.mean()) for length in lengths)
+    except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
+        return False
+    return before > 1e-3 and after < 0.1 * before
 
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
+ADDS = {"add", "add_"}
 MODULATES = {"mul", "add", "addcmul"}
 """What scales and shifts a tensor by smaller ones, as adaptive norms do."""
+SCALES = {"mul", "div", "normalize", "group_norm"}
+"""What a norm that is written out ends with, before its gains."""
 SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
 
@@ -184,18 +201,16 @@ class _Functions(TorchFunctionMode):
         given = next((value for value in args if isinstance(value, Tensor)), None)
         if name in SAME and given is not None and isinstance(out, Tensor):
             self._is_made_of(out, given)
-        elif name in MODULATES and isinstance(out, Tensor) and self.running and not self.running[-1].leaf:
-            given = [x for x in args if isinstance(x, Tensor)]
-            if sum(x.numel() == out.numel() for x in given) == 1:  # of two as large each is another's
-                self._is_made_of(out, max(given, key=Tensor.numel))
         elif name in ATTENTION or (name == "softmax" and given is not None and self._scores(given)):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
                 owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
                 if name == "multi_head_attention_forward":
                     owner.crosses = self._given(_storage(args[2]), owner)
-        elif self.running and (name in FUNCTIONS or (name == "rsqrt" and given is not None and _of_vectors(given))):
-            self._standardizes(name, args, kwargs, out)
+        elif self.running and name in FUNCTIONS:
+            self._norm(name, out, function_norm(name, args, kwargs))
+        elif self.running and isinstance(out, Tensor):
+            self._written(name, [x for x in args if isinstance(x, Tensor) and x.numel() == out.numel()], out)
         return out
 
     def _is_made_of(self, out: Tensor, given: Tensor) -> None:
@@ -204,12 +219,25 @@ class _Functions(TorchFunctionMode):
             self.sources[memory] = self.sources.get(source, source)
             self._kept.append(out)
 
-    def _standardizes(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        owner, begins = self.running[-1], next(self.clock)
-        x, norm = (name in FUNCTIONS and function_norm(name, args, kwargs)) or (None, None)
+    def _written(self, name: str, given: list[Tensor], out: Tensor) -> None:
+        """Note sums, modulations and norms in the code of a module, by what is given that is as large as what comes."""
+        owner = self.running[-1]
+        if owner.leaf and not owner.weight:  # what such a module does as a whole is looked at
+            return
+        if name in ADDS and len(given) == 2:
+            self.trace.sums.add(_storage(out))
+            self._kept.append(out)
+        elif name in MODULATES | SCALES and len(given) == 1:
+            if name in MODULATES:
+                self._is_made_of(out, given[0])
+            if name in SCALES and _levels(given[0], out):
+                self._norm(name, out, None)
+
+    def _norm(self, name: str, out: Tensor, found: tuple[Tensor, FunctionNorm] | None) -> None:
+        owner, begins, (x, norm) = self.running[-1], next(self.clock), found or (None, None)
         call = Call(function_name(owner.name, name), begins, [] if x is None else [x], next(self.clock), out, leaf=True)
         call.reads = self.read(call.inputs)
-        self.trace.functions.append(Function(owner, name, call, norm))
+        self.trace.functions.append(Function(owner, call, norm))
         self.made.add(_storage(out))
 
     def read(self, inputs: list[Tensor]) -> set[int]:
@@ -252,6 +280,8 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
 
     def after(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not stack or stack[-1].name != name:  # another hook refused it before it began
+                return
             call = stack.pop()
             call.ended, call.output = next(clock), output
             if call.leaf and isinstance(output, Tensor):

@@ -156,23 +156,25 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 class Config(PretrainedConfig):
     model_type = "written"
-    def __init__(self, vocab_size=96, hidden_size=32, **rest):
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+    def __init__(self, vocab_size=96, hidden_size=32, num_hidden_layers=2, final="rms_norm", **rest):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.final = final
         super().__init__(**rest)
 
 class Layer(nn.Module):
     def __init__(self, d):
         super().__init__()
-        self.up, self.down = nn.Linear(d, 64), nn.Linear(64, d)
+        self.norm, self.up, self.down, self.more = nn.LayerNorm(d), nn.Linear(d, 64), nn.Linear(64, d), nn.Linear(d, d)
     def forward(self, x):
-        return x + self.down(self.up(nn.functional.layer_norm(x, x.shape[-1:])).relu())
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return x + self.more(nn.functional.layer_norm(x, x.shape[-1:]))
 
 class Model(PreTrainedModel):
     config_class = Config
     def __init__(self, config):
         super().__init__(config)
         self.table = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config.hidden_size) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(config.hidden_size) for _ in range(config.num_hidden_layers))
         self.post_init()
     def get_input_embeddings(self):
         return self.table
@@ -180,16 +182,21 @@ class Model(PreTrainedModel):
         x = self.table(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return {"last_hidden_state": nn.functional.rms_norm(x, x.shape[-1:])}
+        return {"last_hidden_state": getattr(nn.functional, self.config.final)(x, x.shape[-1:])}
 """
+
+
+def coded(**config):
+    """A model of transformers."""
+    space: dict = {}
+    exec(CODE, space)
+    torch.manual_seed(0)
+    return space["Model"](space["Config"](**config)).eval()
 
 
 def test_a_store_holds_them(home, tmp_path, monkeypatch):
     """And gives their angles without the model, as of modules."""
-    space: dict = {}
-    exec(CODE, space)
-    torch.manual_seed(0)
-    model = space["Model"](space["Config"]())
+    model = coded()
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model/mine.py").write_text(CODE)
     path = tmp_path / "model/config.json"
@@ -197,9 +204,11 @@ def test_a_store_holds_them(home, tmp_path, monkeypatch):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": auto, "architectures": ["Model"]}))
     captured(home, tmp_path / "store", str(tmp_path / "model"), n=400, trust_remote_code=True)
     store = HiddenStateStore(tmp_path / "store")
-    assert [site.key for site in store.sites] == ["layers.0.layer_norm()", "layers.1.layer_norm()", "rms_norm()"]
+    assert [site.key for site in store.sites] == [
+        "layers.0.norm", "layers.0.layer_norm()", "layers.1.norm", "layers.1.layer_norm()", "rms_norm()",
+    ]  # fmt: skip
     assert store.open("layers.1.layer_norm()", "pre").shape == (400, D)
-    truth = measure_angles(model.eval(), np.load(home / "ids.npy"), n_tokens=400, null=8, progress=False, name="m")
+    truth = measure_angles(model, np.load(home / "ids.npy"), n_tokens=400, null=8, progress=False, name="m")
     found = angles_from_store(tmp_path / "store", null=8, progress=False)
     assert found.frame.site.tolist() == truth.frame.site.tolist()
     np.testing.assert_allclose(found.frame.mean_deg, truth.frame.mean_deg, atol=1e-4)
@@ -238,6 +247,21 @@ def test_conversion_leaves_them_and_says_so():
         convert(written("layer"))
 
 
+def test_conversion_says_so_of_large_models_too(monkeypatch):
+    """Whose gauge is that of a copy with few layers."""
+    monkeypatch.setattr("normgeo.conversion.convert.LARGE", 0)
+    conversion = convert(coded(num_hidden_layers=5, final="layer_norm"))
+    assert list(conversion.kept) == [*(f"layers.{i}.layer_norm()" for i in range(5)), "layer_norm()"]
+    assert (conversion.certificate.kept, conversion.certificate.replaced) == (6, 5)
+
+
+def test_a_naive_swap_that_is_none_is_said():
+    with pytest.warns(
+        UserWarning, match=r"the naive swap still subtracts a mean at module\.1\.layer_norm\(\): a function"
+    ):
+        convert(mixed(), to="naive-rmsnorm")
+
+
 def test_comparisons_count_them_and_benches_leave_them():
     pair = {"one": written("layer"), "other": written("rms")}
     frame = compare(pair, IDS, null=0, rounds=0, progress=False).frame.groupby("model").first()
@@ -248,40 +272,73 @@ def test_comparisons_count_them_and_benches_leave_them():
         main_sites(written("layer"))
 
 
-class Gained(nn.Module):
-    def __init__(self, function):
+class Interrupted(Raising):
+    def take(self, site, phase, hidden):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_pass_leaves_nothing():
+    before = _len_torch_function_stack()
+    with pytest.raises(KeyboardInterrupt):
+        observe(written("rms"), IDS, [Interrupted()])
+    assert _len_torch_function_stack() == before
+
+
+class Keeping:
+    """A sink that keeps all; and calls norms itself, if it is asked to."""
+
+    def __init__(self, calls=False):
+        self.kept, self.calls = [], calls
+
+    def begin(self, batch): ...
+
+    def take(self, site, phase, hidden):
+        if self.calls:
+            functional.layer_norm(hidden, (hidden.shape[-1],))
+        self.kept.append(hidden.clone())
+
+    def end(self): ...
+
+
+def test_what_sinks_call_is_not_the_models():
+    sinks = Keeping(), Keeping(calls=True)
+    for sink in sinks:
+        observe(mixed(), IDS, [sink])
+    assert all(torch.equal(*pair) for pair in zip(sinks[0].kept, sinks[1].kept, strict=True))
+
+
+class Trying(nn.Module):
+    """A block that tries a norm that fails, and calls others of no tokens."""
+
+    def __init__(self):
         super().__init__()
-        self.gain, self.up, self.function = nn.Parameter(torch.ones(D)), nn.Linear(D, D), function
+        self.up = nn.Linear(D, D)
 
     def forward(self, x):
-        return x + self.up(self.function(x, self.gain))
+        try:
+            functional.rms_norm(x, (D + 1,))
+        except RuntimeError:
+            functional.rms_norm(x[..., :1], (1,))
+        functional.rms_norm(x[0, 0], (D,))
+        return x + self.up(functional.rms_norm(x, (D,)))
 
 
-class Own(nn.Module):
-    """A norm that is a module, written out."""
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+def test_calls_that_are_no_norms_of_tokens_are_counted_but_not_measured():
+    model, seen, sink = (
+        wrap(nn.Sequential(nn.Embedding(VOCABULARY, D), Trying(), nn.LayerNorm(D)).eval()),
+        [],
+        Keeping(),
+    )
+    assert [site.key for site in find_sites(model)] == ["module.1.rms_norm()@2", "module.2"]
+    with model.module[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone())):
+        observe(model, IDS, [sink])
+    assert torch.equal(sink.kept[0], seen[-1].flatten(0, 1))
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (lambda x, gain: functional.layer_norm(x, (D,), gain), r"module\.1\.layer_norm\(\)"),
-        (lambda x, gain: functional.layer_norm(x, (D,), bias=gain), r"module\.1\.layer_norm\(\)"),
-        (lambda x, gain: torch.rms_norm(x, (D,), gain, 1e-6), r"module\.1\.rms_norm\(\)"),
-        (lambda x, gain: gain * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), r"module\.1\.rsqrt\(\)"),
-        (lambda x, gain: x * (x.square().mean(-1, keepdim=True)).rsqrt(), r"module\.1\.rsqrt\(\)"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_measured_is_said(function, said):
-    layers = (Gained(function) for _ in range(2))
-    model = wrap(nn.Sequential(nn.Embedding(VOCABULARY, D), *layers, nn.LayerNorm(D)).eval())
-    with pytest.warns(UserWarning, match=f"norms that are no modules, and are not measured: {said}, module.2"):
-        assert [site.name for site in find_sites(model)] == ["module.3"]
-
-
-def test_norms_that_are_modules_are_not_said_to_be_none():
-    layers = (nn.Sequential(Own(), nn.Linear(D, D)) for _ in range(2))
-    model = wrap(nn.Sequential(nn.Embedding(VOCABULARY, D), *layers, nn.RMSNorm(D)).eval())
-    assert [site.name for site in find_sites(model)] == ["module.1.0", "module.2.0", "module.3"]
+    ("pattern", "roles"),
+    [("module.blocks.1.rms_norm()", ["attention"]), ("*blocks.1.rms_norm()*", ["attention", "mlp"])],
+)
+def test_a_key_chooses_one_call(pattern, roles):
+    frame = measure_angles(written("rms"), IDS, null=0, sites=pattern, name="m", progress=False).frame
+    assert [*frame.role.unique()] == roles

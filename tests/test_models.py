@@ -241,6 +241,17 @@ def test_a_damaged_tokenizer_is_said_to_be_left_out(tmp_path):
             assert load_tokenizer(tmp_path) is None
 
 
+@pytest.mark.parametrize("name", ["org/gated-mlp-1b", "org/model-401", "org/plain-403"])
+def test_what_a_model_is_called_is_not_what_is_wrong_with_it(name):
+    lines = (
+        f"{name} is not a local folder and is not a valid model identifier",
+        "401 Client Error. Cannot access gated repo",
+    )
+    told = [str(explained(name, OSError(line))) for line in lines]
+    assert ["the hub does not have it" in line for line in told] == [True, False]
+    assert ["accept its terms" in line for line in told] == [False, True]
+
+
 @pytest.mark.parametrize("line", ["size mismatch for mlp.gated_proj: [401, 8]", "no multi_modal_connector.weight"])
 def test_of_a_local_model_nothing_is_said_of_the_hub(line, tmp_path):
     (tmp_path / "config.json").write_text("{}")

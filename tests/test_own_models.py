@@ -334,6 +334,12 @@ def test_a_scripted_module_is_no_obstacle():
     assert places(model) == [("attention", 0), ("mlp", 0), ("final", 1)]
 
 
+def test_steps_are_no_eps():
+    norm = nn.RMSNorm(D, 1e-3)
+    norm.decay_steps = 1000.0
+    assert find_sites(Own(Layer(Fused), norm=norm))[-1].eps == 1e-3
+
+
 def test_an_eps_of_the_dtypes_own_rounding_is_measured():
     class Rounding(nn.Module):
         def __init__(self):

@@ -266,13 +266,15 @@ def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[
 def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
     """The sites whose role, dotted name or key matches one of these patterns (`mlp`, `*ln_1`, `model.layers.1?.*`).
 
+    The key of a norm that is a function is of that call alone, though others go by its name.
+
     Raises:
         DataError: no site matches one of the patterns.
     """
     if pattern is None:
         return list(sites)
     wanted = [p.strip() for p in pattern.split(",")]
-    names = {site: (site.role, site.name, site.key) for site in sites}
+    names = {s: (s.role, s.key) if s.is_function else (s.role, s.name, s.key) for s in sites}
     matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
     if absent := [p for p, found in matching.items() if not found]:
         there = [f"roles are {sorted({s.role for s in sites})}", *(f"names are like {s.name}" for s in sites[:1])]

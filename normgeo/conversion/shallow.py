@@ -227,7 +227,8 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 def deepened(gauge: Gauge, to: Spread) -> Gauge:
     """A shallow model's gauge in the names of the deep one."""
     shifts = lambda found: tuple(Shift(name, axis) for s, axis in found for name in to(s))  # noqa: E731
-    return Gauge(
+    return replace(
+        gauge,
         writers=shifts(gauge.writers),
         scaled={
             Shift(name, shift.axis): scale
@@ -239,6 +240,7 @@ def deepened(gauge: Gauge, to: Spread) -> Gauge:
         invisible=tuple(place._replace(module=name) for place in gauge.invisible for name in to(place.module)),
         raw={name: who for key, who in gauge.raw.items() for name in to(key)},
         sites=tuple(_sites(gauge.sites, to)),
+        functions=tuple(_sites(gauge.functions, to)),
         idle=tuple(name for key in gauge.idle for name in to(key)),
         unreached=tuple(name for short in gauge.unreached for name in to(short)),
     )
