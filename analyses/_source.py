@@ -19,6 +19,7 @@ from normgeo.errors import DataError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import label_of, load_model, load_tokenizer
 from normgeo.stream import check_context
+from normgeo.system.files import read_table
 from normgeo.tokens import TokenStream, load_tokens
 
 ScalarStores = dict[str, ScalarStore]
@@ -132,8 +133,8 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
     """
     path = KEPT / kept if run is None else run
     try:
-        frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
-    except ValueError:  # no parquet at all
+        frame = read_table(path) if path.is_file() else pd.DataFrame()
+    except RunError:  # no parquet at all
         frame = pd.DataFrame()
     if not path.exists():
         raise DataError(f"there is no file {path}; give one that `{command} --out` wrote")

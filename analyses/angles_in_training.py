@@ -14,6 +14,7 @@ import pandas as pd
 
 from analyses import _source
 from normgeo.errors import DataError
+from normgeo.system.files import read_table
 from normgeo.training import figures as training_figures
 
 
@@ -22,9 +23,10 @@ def compute(run: Path | None = None) -> pd.DataFrame:
 
     Raises:
         DataError: the directory holds no finished run of `normgeo angles --checkpoints`.
+        RunError: its table is damaged.
     """
     path = _source.KEPT / "angles_in_training.parquet" if run is None else run / "angles.parquet"
-    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    frame = read_table(path) if path.is_file() else pd.DataFrame()
     if "step" not in frame:
         raise DataError(f"{path} is no table of `normgeo angles --checkpoints`")
     return frame[frame.phase.isin(["pre", "post"])].reset_index(drop=True)

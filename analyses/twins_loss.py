@@ -16,6 +16,7 @@ from analyses import _axes
 from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError
+from normgeo.system.files import read_table
 from normgeo.training.figures import NAMES
 from normgeo.training.recipe import NORMS
 
@@ -39,7 +40,7 @@ def compute(run: Path | None = None) -> pd.DataFrame:
             parts.append(pd.DataFrame(about["curve"]).assign(model=name, norm=about["norm"]))
     else:
         paths = {norm: run / norm / "curve/curve.parquet" for norm in NORMS}
-        found = {norm: pd.read_parquet(path) for norm, path in paths.items() if path.is_file()}
+        found = {norm: read_table(path) for norm, path in paths.items() if path.is_file()}
         parts = [_reports(curve).assign(model=norm, norm=norm) for norm, curve in found.items()]
     if not parts:
         raise DataError(f"{run} holds no curve of a training: give the directory of `normgeo train`")

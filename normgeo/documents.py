@@ -13,7 +13,7 @@ from typing import Any
 from normgeo.errors import DataError
 from normgeo.hub import FORM, HUB
 
-__all__ = ["KINDS", "TEXT", "digest_of", "located", "read_documents"]
+__all__ = ["KINDS", "TEXT", "digest_of", "located", "read_documents", "whole"]
 
 KINDS = ".jsonl or .txt (.gz too), .parquet, or a directory of these or of datasets' save_to_disk"
 """What texts can be in, in words."""
@@ -172,11 +172,22 @@ def _text_of(line: str, where: str, column: str) -> str:
         text = row[column]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{where}: expected an object with a "{column}", received {line[:60]!r}') from error
+    if text is None:  # none, as an empty one; so it is in tables
+        return ""
     if not isinstance(text, str):
         raise DataError(f'{where}: "{column}" should be a string, received {type(text).__name__}')
+    return whole(text, where)
+
+
+def whole(text: str, where: str) -> str:
+    """The text.
+
+    Raises:
+        DataError: there is half of a character in it, which JSON and Python can spell, and no tokenizer takes.
+    """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell what no tokenizer takes
+    except UnicodeEncodeError as error:
         half = text[error.start]
         raise DataError(f"{where}: {half!r} is half a character; leave it or the line out") from error
     return text

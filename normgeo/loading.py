@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import huggingface_hub
 import torch
@@ -22,7 +22,7 @@ from transformers.utils.import_utils import is_peft_available
 from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory
+from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
 
 __all__ = [
     "ADAPTER",
@@ -63,7 +63,7 @@ DIGITS = re.compile(r"\d+")
 def load_model(
     name: str | Path,
     *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
+    dtype: torch.dtype | str | None = "auto",
     device: torch.device | str | None = None,
     device_map: str | None = None,
     revision: str | None = None,
@@ -73,17 +73,20 @@ def load_model(
 
     Args:
         name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
-        dtype: "auto" is the checkpoint's own dtype.
-        device: where to put it; None leaves it on the CPU.
+        dtype: "auto" is the checkpoint's own dtype; besides dtypes themselves what `pick_dtype` takes.
+        device: where to put it, as `usable_device` takes it; None leaves it on the CPU.
         device_map: "auto" spreads the layers over all GPUs through accelerate.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the modelling code of the repository. Off unless asked for.
 
     Raises:
-        ModelError: the model is missing, gated, damaged, or without (all of its) safetensors weights, or its class is
-            not known.
+        ModelError: the model is missing, gated, damaged, or without (all of its) safetensors weights, its class is not
+            known, or there is no such dtype or device.
     """
     path, options = whence(name, revision)
+    device = None if device is None else usable_device(str(device))
+    if not isinstance(dtype, torch.dtype):
+        dtype = pick_dtype(dtype, device or "cpu")
     if Path(path, ADAPTER).is_file() and Path(path, "config.json").is_file() and not is_peft_available():
         raise ModelError(
             f"{name} has an adapter beside its model, which would be left out: install peft, or merge it "
@@ -315,7 +318,11 @@ def _hub_id(name: str) -> bool:
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any | None:
-    """The tokenizer that goes with a model; None where there is none, or it needs what is not installed."""
+    """The tokenizer that goes with a model; None where there is none, or it needs what is not installed.
+
+    Raises:
+        ModelError: a revision of a model that is not on the hub.
+    """
     path, options = whence(name, revision)
     own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
     auto: Any = transformers.PreTrainedTokenizerFast if own else transformers.AutoTokenizer

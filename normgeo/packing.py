@@ -8,13 +8,33 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Context", "Packed"]
+__all__ = ["Context", "Encoder", "Packed"]
 
 DOCUMENTS_AT_ONCE = 16  # of a tokenizer that has many cores
 MARK_EVERY = 1 << 20
 
 Context = tuple[np.ndarray, np.ndarray]
 """Token ids and the document each belongs to, both int64 [time]."""
+
+
+class Encoder:
+    """Documents' ids as they are packed: with the tokenizer's special tokens, or else its end-of-text token, if any.
+
+    Attributes:
+        between: what separates documents, in words.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
+        by_itself = len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._separator = [] if by_itself else ends[:1]
+        between = f"token {self._separator[0]} after each" if self._separator else "nothing between"
+        self.between = "the tokenizer's special tokens" if by_itself else between
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """The ids of every text."""
+        return [ids + self._separator for ids in self._tokenizer(texts, verbose=False)["input_ids"]]
 
 
 class Packed:
@@ -30,12 +50,8 @@ class Packed:
     """
 
     def __init__(self, documents: Callable[[], Iterable[str]], tokenizer: Any, context: int) -> None:
-        self._documents, self._tokenizer, self._context = documents, tokenizer, context
-        ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
-        by_itself = len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._separator = [] if by_itself else ends[:1]
-        between = f"token {self._separator[0]} after each" if self._separator else "nothing between"
-        self.between = "the tokenizer's special tokens" if by_itself else between
+        self._documents, self._encode, self._context = documents, Encoder(tokenizer), context
+        self.between = self._encode.between
         self.marks: list[tuple[int, int, int]] = []
 
     def __call__(self, start: int = 0) -> Iterator[Context]:
@@ -65,6 +81,5 @@ class Packed:
         """The ids of the documents from this one on; those without text are none."""
         texts, at_once = itertools.islice((text for text in self._documents() if text.strip()), first, None), 1
         while chunk := list(itertools.islice(texts, at_once)):
-            for ids in self._tokenizer(chunk, verbose=False)["input_ids"]:
-                yield ids + self._separator
+            yield from self._encode(chunk)
             at_once = min(2 * at_once, DOCUMENTS_AT_ONCE)  # a few tokens are in the first document

@@ -8,7 +8,9 @@ sits is read off one forward pass on a few tokens (`normgeo.roles`).
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,14 +18,14 @@ from transformers import PreTrainedModel
 
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
-from normgeo.errors import ModelError
+from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.functional import FunctionNorm, function_of
 from normgeo.models import check_model, on_cpu
 from normgeo.roles import Placer, Role
 from normgeo.trace import Call, Function, Trace, traced
 
-__all__ = ["NormSite", "Role", "find_sites"]
+__all__ = ["NormSite", "Role", "find_sites", "select_sites", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -230,3 +232,39 @@ def _is_square(x: Tensor) -> bool:
 def _is_head_major(x: Tensor, heads: int) -> bool:
     """Whether heads come before tokens; where both are as many, as in inputs of a user's, whether they were moved."""
     return x.ndim == 4 and x.shape[1] == heads and (x.shape[2] != heads or x.stride(1) < x.stride(2))
+
+
+def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
+    """The sites whose role, dotted name or key matches one of these patterns (`mlp`, `*ln_1`, `model.layers.1?.*`).
+
+    The key of a norm that is a function is of that call alone, though others go by its name.
+
+    Raises:
+        DataError: no site matches one of the patterns.
+    """
+    if pattern is None:
+        return list(sites)
+    wanted = [p.strip() for p in pattern.split(",")]
+    names = {s: (s.role, s.key) if s.is_function else (s.role, s.name, s.key) for s in sites}
+    matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
+    if absent := [p for p, found in matching.items() if not found]:
+        there = [f"roles are {sorted({s.role for s in sites})}", *(f"names are like {s.name}" for s in sites[:1])]
+        raise DataError(f"no site matches {absent[0]!r}; {', '.join(there)}")
+    return [s for s in sites if any(s in found for found in matching.values())]
+
+
+def sites_of(model: PreTrainedModel, sites: str | Sequence[NormSite] | NormSite | None, *, qk: bool) -> list[NormSite]:
+    """The sites that a user asks for: by a pattern for `select_sites`, or as `find_sites` gave them; None is all.
+
+    Args:
+        model: whose they are.
+        sites: which.
+        qk: with the norms on the heads of queries and keys, where they are not given themselves.
+
+    Raises:
+        DataError: a pattern matches none.
+        ModelError: as `find_sites`.
+    """
+    if sites is None or isinstance(sites, str):
+        return select_sites(find_sites(model, qk=qk), sites)
+    return list(sites) if isinstance(sites, Iterable) else [sites]

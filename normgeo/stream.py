@@ -19,7 +19,8 @@ from normgeo.errors import DataError, ModelError, NormGeoError
 from normgeo.examples import example, max_context
 from normgeo.functional import watched
 from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
-from normgeo.sites import NormSite, find_sites
+from normgeo.numbers import check_numbers
+from normgeo.sites import NormSite, sites_of
 from normgeo.system.memory import memory_kept
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 from normgeo.trace import evaluating
@@ -321,7 +322,8 @@ def observe(
     tokens: TokenStream | Any,
     sinks: Sequence[Sink],
     *,
-    sites: Sequence[NormSite] | None = None,
+    sites: str | Sequence[NormSite] | None = None,
+    qk: bool = False,
     n_tokens: int | None = None,
     batch: int = 8,
 ) -> int:
@@ -331,7 +333,9 @@ def observe(
         model: any transformers model that takes token ids.
         tokens: a stream, or an array of token ids whose rows are sequences.
         sinks: what takes them; see `Sink`.
-        sites: from `find_sites`; None is all of them. A sink is told of a site by its index here.
+        sites: from `find_sites`, or a pattern for `select_sites`; None is all of them. A sink is told of a site by its
+            index here.
+        qk: also the norms on the heads of queries and keys, where `sites` are not given themselves.
         n_tokens: exactly so many tokens; None takes all.
         batch: contexts that go through the model together.
 
@@ -339,13 +343,17 @@ def observe(
         How many tokens there were.
 
     Raises:
-        DataError: ids beyond the vocabulary, contexts too long for the model, too few tokens, or sites of another
-            model.
+        DataError: ids beyond the vocabulary, contexts too long for the model, too few tokens, sites of another model,
+            a number out of range, or what is no list of sinks.
         ModelError: what is no model of transformers, takes no tokens or has no norms.
     """
+    check_numbers(tokens=n_tokens, batch=batch)
+    for sink in [sinks] if isinstance(sinks, Sink) or not isinstance(sinks, Iterable) else sinks:
+        if not isinstance(sink, Sink) or sink is sinks:
+            raise DataError(f"sinks are a list of objects with begin, take and end; received {type(sink).__name__}")
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
-    chosen = find_sites(model) if sites is None else sites
+    chosen = sites_of(model, sites, qk=qk)
     running = stream(model, chosen, source.batches(n_tokens, batch), sinks, every_token=False)
     return sum(done.n_tokens for done in running)
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from normgeo.documents import digest_of, holds_texts, located, read_documents
+from normgeo.documents import digest_of, holds_texts, located, read_documents, whole
 from normgeo.errors import DataError
-from normgeo.hub import HUB, HubText, texts
+from normgeo.hub import HUB, LARGE, HubText, texts
 from normgeo.packing import Context, Packed
 
-__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "absolute", "holds_ids", "load_tokens", "on_hub"]
+__all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "absolute", "counted", "holds_ids", "load_tokens", "on_hub"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 KEPT_TOKENS = 1 << 22
@@ -105,8 +105,8 @@ class TokenStream:
         [[5, 6], [7], [8, 9], [10]]
         """
         try:
-            rows = np.atleast_2d(np.asarray(ids))
-        except ValueError as error:  # rows of different lengths
+            rows = np.atleast_2d(np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids))
+        except (ValueError, TypeError, RuntimeError) as error:  # rows of different lengths, a dtype numpy has none like
             raise DataError(f"{source}: token ids must be integers >= 0 in rows of one length ({error})") from error
         digest = _digest(rows) if rows.ndim == 2 and rows.size and rows.dtype.kind in "iu" else None
         if digest is None:
@@ -268,18 +268,23 @@ def load_tokens(
         revision: of a data set on the hub the commit to read; None is what it is at now, for which the hub is asked.
 
     Raises:
-        DataError: data that is missing, empty or of an unknown format, text without a tokenizer, or contexts of less
-            than a token.
+        DataError: data that is missing, empty or of an unknown format, text without a tokenizer, contexts of less than
+            a token, a revision of what is not on the hub, or texts to leave out of token ids.
     """
+    hub = on_hub(data) if isinstance(data, (str, Path)) and not holds_ids(data) else None
+    if revision is not None and hub is None:
+        raise DataError(f"only a data set on the hub has revisions; leave {revision!r} out")
     if not isinstance(data, (str, Path)):
         documents = _given_texts(data)
         if documents is None:
             return TokenStream.from_array(data, context=context)
         return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", _of_texts(documents))
     if holds_ids(data):
+        if exclude:
+            raise DataError(f"{data} holds token ids, of which no texts can be left out")
         return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
     context = _length(context, 1024)
-    if hub := on_hub(data):
+    if hub is not None:
         _check_tokenizer(tokenizer, hub.name)
         hub = replace(hub, revision=revision) if revision else hub.pinned()
         packed = _packed(functools.partial(texts, hub), tokenizer, context, exclude, hub.name, hub.name)
@@ -315,9 +320,11 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
 
 
 def _checked(number: int, text: Any) -> str:
+    if text is None:  # as in files
+        return ""
     if not isinstance(text, str):
         raise DataError(f"text {number} should be a string, received {text!r}; leave it out")
-    return text
+    return whole(text, f"text {number}")
 
 
 def _of_texts(documents: Callable[[], Iterator[str]]) -> str:
@@ -351,3 +358,28 @@ def _load_ids(path: Path) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         advice = "" if isinstance(error, OSError) else "; give whole numbers as numpy.save does"
         raise DataError(f"cannot read token ids from {path}: {error}{advice}") from error
+
+
+def counted(
+    tokens: TokenStream, asked: int | None, default: int,
+    first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
+) -> tuple[TokenStream, int]:  # fmt: skip
+    """The tokens, and so many of them as were asked for; else the default, or all where a local source has fewer.
+
+    Raises:
+        DataError: a local source has fewer than were asked for. Said before anything is measured or written.
+    """
+    most = asked or default
+    if tokens.revision and (asked is not None or tokens.digest in LARGE):  # not to be read before it is measured
+        return tokens, most
+
+    def count() -> tuple[int, list[Any]]:
+        nonlocal tokens
+        tokens, there = tokens.counted(most)
+        if asked is not None and there < asked:
+            raise tokens.too_short(there, asked)
+        return there, tokens.marks
+
+    there, marks = first("tokens", count)
+    tokens.marks[:] = map(tuple, marks)
+    return tokens, there

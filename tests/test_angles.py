@@ -7,13 +7,13 @@ import pytest
 import torch
 import zoo
 
-from normgeo.angles.measure import AngleTable, measure_angles, select_sites
+from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.verdict import already_centered, scenario
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.errors import ActivationError, DataError, ModelError
 from normgeo.geometry import Directions
-from normgeo.sites import find_sites
+from normgeo.sites import find_sites, select_sites
 
 pytestmark = pytest.mark.usefixtures("passes")
 NULL = 24

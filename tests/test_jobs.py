@@ -8,8 +8,8 @@ import pytest
 
 from normgeo.angles import cost, job
 from normgeo.angles.job import RunConfig
-from normgeo.angles.measure import check_numbers
 from normgeo.errors import DataError, RunError
+from normgeo.numbers import check_numbers
 
 NAME = "embedded-layernorm"
 

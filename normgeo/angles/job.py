@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from normgeo.angles.measure import LEAST, check_numbers, select_sites
 from normgeo.cards import EMBEDDED
-from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
-from normgeo.hub import LARGE
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import pick_dtype, tokenizer_digest, usable_device, weights_digest
-from normgeo.sites import NormSite, find_sites
+from normgeo.numbers import LEAST, check_numbers
+from normgeo.sites import NormSite, find_sites, select_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
-from normgeo.tokens import TokenStream, absolute, holds_ids, load_tokens, on_hub
+from normgeo.tokens import TokenStream, absolute, counted, holds_ids, load_tokens, on_hub
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "counted", "prepare", "revision_in"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "prepare", "revision_in"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -53,6 +52,8 @@ class RunConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.models, str):  # one, and not its letters
+            object.__setattr__(self, "models", (self.models,))
         check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
         pick_dtype(self.dtype, self.device)
         if self.keep not in (None, "scalars", "none"):
@@ -67,7 +68,7 @@ class RunConfig:
         """
         try:
             return cls(**record | {"models": tuple(record["models"])})
-        except (LookupError, TypeError, DataError) as error:
+        except (LookupError, TypeError, NormGeoError) as error:
             raise unreadable(where, error, "start again in another directory") from error
 
     def consented(self, trust_remote_code: bool, where: Path | str) -> RunConfig:
@@ -199,31 +200,6 @@ def prepare(
 def revision_in(abouts: Iterable[dict[str, Any]]) -> str | None:
     """The commit of the text that models of a run were given, by what is recorded of them."""
     return next((about["data_revision"] for about in abouts if about.get("data_revision")), None)
-
-
-def counted(
-    tokens: TokenStream, asked: int | None, default: int,
-    first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
-) -> tuple[TokenStream, int]:  # fmt: skip
-    """The tokens, and so many of them as were asked for; else the default, or all where a local source has fewer.
-
-    Raises:
-        DataError: a local source has fewer than were asked for. Said before anything is measured or written.
-    """
-    most = asked or default
-    if tokens.revision and (asked is not None or tokens.digest in LARGE):  # not to be read before it is measured
-        return tokens, most
-
-    def count() -> tuple[int, list[Any]]:
-        nonlocal tokens
-        tokens, there = tokens.counted(most)
-        if asked is not None and there < asked:
-            raise tokens.too_short(there, asked)
-        return there, tokens.marks
-
-    there, marks = first("tokens", count)
-    tokens.marks[:] = map(tuple, marks)
-    return tokens, there
 
 
 def _lasting(config: Any) -> Any:

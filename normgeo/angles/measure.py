@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -19,20 +18,16 @@ from normgeo.angles.verdict import summary, verdict
 from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.models import memory_explained, on_cpu
-from normgeo.sites import NormSite, find_sites
+from normgeo.numbers import check_numbers
+from normgeo.sites import NormSite, sites_of
 from normgeo.stream import check_context, check_pass, check_sites, stream
-from normgeo.system.files import write_whole
+from normgeo.system.files import read_table, write_whole
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
-__all__ = [
-    "AngleTable", "check_numbers", "check_seen", "directions_of", "measure_angles", "new_statistics", "select_sites",
-]  # fmt: skip
+__all__ = ["AngleTable", "check_seen", "directions_of", "measure_angles", "new_statistics"]
 
 QUANTILES = {"q01": 0.01, "q05": 0.05, "q25": 0.25, "median_deg": 0.5, "q75": 0.75, "q95": 0.95, "q99": 0.99}
-LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0, "rounds": 0}
-MOST = 2**62
-"""Above, numbers of tokens are none of the machine's any more."""
 
 
 class AngleTable:
@@ -85,7 +80,8 @@ class AngleTable:
         """Read what `save` wrote.
 
         Raises:
-            DataError: it is not there, or damaged.
+            DataError: it is not there.
+            RunError: it is damaged.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -93,12 +89,7 @@ class AngleTable:
         for name in ("angles.parquet", "sinks.parquet"):
             if not (folder / name).is_file():
                 raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
-        try:
-            frame, sinks = (pd.read_parquet(folder / f"{name}.parquet") for name in ("angles", "sinks"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder} holds a table that is damaged ({str(error)[:200]}); make the run again"
-            ) from error
+        frame, sinks = (read_table(folder / f"{name}.parquet") for name in ("angles", "sinks"))
         for part in (frame, sinks):  # of before they said so
             for column, usual in (("heads", 1), ("dtype", "float32")):
                 if column not in part:
@@ -263,43 +254,6 @@ def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[
                 }
 
 
-def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSite]:
-    """The sites whose role, dotted name or key matches one of these patterns (`mlp`, `*ln_1`, `model.layers.1?.*`).
-
-    The key of a norm that is a function is of that call alone, though others go by its name.
-
-    Raises:
-        DataError: no site matches one of the patterns.
-    """
-    if pattern is None:
-        return list(sites)
-    wanted = [p.strip() for p in pattern.split(",")]
-    names = {s: (s.role, s.key) if s.is_function else (s.role, s.name, s.key) for s in sites}
-    matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
-    if absent := [p for p, found in matching.items() if not found]:
-        there = [f"roles are {sorted({s.role for s in sites})}", *(f"names are like {s.name}" for s in sites[:1])]
-        raise DataError(f"no site matches {absent[0]!r}; {', '.join(there)}")
-    return [s for s in sites if any(s in found for found in matching.values())]
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Refuse what is no whole number, or too small or too large, by its name in `LEAST`; None is the default.
-
-    Raises:
-        DataError: which one it is, and what it must be.
-    """
-    for name, value in numbers.items():
-        if value is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if not isinstance(value, (int, np.integer)):
-            raise DataError(f"{option} must be a whole number, received {value!r}")
-        if value < LEAST[name]:
-            raise DataError(f"{option} must be at least {LEAST[name]}, received {value}")
-        if value > MOST:
-            raise DataError(f"{option} must be at most {MOST}, received {value}")
-
-
 def new_statistics(
     model: PreTrainedModel,
     sites: Sequence[NormSite],
@@ -384,10 +338,7 @@ def measure_angles(
     check_numbers(tokens=n_tokens, batch=batch)
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
-    if sites is None or isinstance(sites, str):
-        chosen = select_sites(find_sites(model, qk=qk), sites)
-    else:
-        chosen = list(sites) if isinstance(sites, Iterable) else [sites]
+    chosen = sites_of(model, sites, qk=qk)
     for length in source.lengths(n_tokens):
         check_pass(model, chosen, length)
     bos = getattr(model.config.get_text_config(), "bos_token_id", None) if bos is None else bos

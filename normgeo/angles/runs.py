@@ -9,7 +9,6 @@ angles.parquet, sinks.parquet, verdict.md, figures/, report.html   written when 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import platform
 import sys
@@ -48,13 +47,14 @@ def default_stem(models: tuple[str, ...]) -> Path:
     return Path("runs") / f"{name}-{datetime.date.today()}"
 
 
-def start_run(config: RunConfig, out: Path, **options: Any) -> AngleTable:
+def start_run(config: RunConfig, out: str | Path, **options: Any) -> AngleTable:
     """Start a run in an empty directory; see `_execute` for the options.
 
     Raises:
         RunError: the directory holds something else, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
     """
+    out = Path(out)
     check_folder(out)
     _check_labels(config)
     for name in config.models[1:]:  # else it would be said after all before it were measured, which nothing finishes
@@ -85,7 +85,7 @@ def _check_free(out: Path) -> None:
         raise RunError(f"{out} exists and is no run; give another --out")
 
 
-def resume_run(out: Path, *, trust_remote_code: bool = False, **options: Any) -> AngleTable:
+def resume_run(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> AngleTable:
     """Finish an interrupted run with the configuration it was started with.
 
     Args:
@@ -97,6 +97,7 @@ def resume_run(out: Path, *, trust_remote_code: bool = False, **options: Any) ->
         RunError: there is no run, it is complete, another process is at it, the model or the data are no longer those
             it was started with, or it runs a repository's code and `trust_remote_code` does not say so.
     """
+    out = Path(out)
     if not (out / "run.json").is_file():
         raise RunError(f"{out} holds no run.json; there is nothing to resume")
     if _read(out)["status"] == "complete":
@@ -240,7 +241,7 @@ def _measure(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
     path = _state(out, job.about["model"])
-    done, chain = _restore(path, statistics)
+    done = _restore(path, statistics)
     if done >= job.n_tokens:
         return statistics
     writer = None
@@ -258,29 +259,27 @@ def _measure(
                 writer.take(batch, statistics)
             done += batch.n_tokens
             uncommitted += batch.n_tokens
-            chain = hashlib.sha256(chain.encode() + batch.ids.tobytes()).hexdigest()
             if uncommitted >= job.block or done == job.n_tokens:
                 check_seen(statistics)  # where nothing in a whole block has an angle, nothing will
                 if writer is not None:
                     writer.flush()
-                about = {"tokens_done": str(done), "tokens_sha256": chain}
-                write_whole(path, safetensors.torch.save(statistics.state_dict(), metadata=about))
+                write_whole(path, safetensors.torch.save(statistics.state_dict(), metadata={"tokens_done": str(done)}))
                 uncommitted = 0
             advance(batch.n_tokens)
     return statistics
 
 
-def _restore(path: Path, statistics: AngleStatistics) -> tuple[int, str]:
-    """Load the committed statistics, if any; (tokens done, hash chain of their ids)."""
+def _restore(path: Path, statistics: AngleStatistics) -> int:
+    """Load the committed statistics, if any, and say of how many tokens they are."""
     if not path.is_file():
-        return 0, ""
+        return 0
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            about = file.metadata()
+            done = int(file.metadata()["tokens_done"])
             statistics.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
+    except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
-    return int(about["tokens_done"]), about["tokens_sha256"]
+    return done
 
 
 def _plan(config: RunConfig, job: Job, done: int) -> str:

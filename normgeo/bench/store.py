@@ -34,7 +34,7 @@ from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.system.files import check_folder
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import circumstances, devices, synchronize
+from normgeo.system.timing import check_rounds, circumstances, devices, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -95,6 +95,7 @@ def bench_store(
     Raises:
         NormGeoError: whatever is wrong with the model, the data or the folder.
     """
+    check_rounds(rounds)
     check_folder(folder, "--folder")
     if not folder.is_dir():
         raise StoreError(f"there is no directory {folder}; give --folder one on the disk that is to be measured")

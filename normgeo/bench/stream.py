@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.angles.measure import measure_angles, new_statistics
-from normgeo.errors import NormGeoError
 from normgeo.functional import watched
 from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import base_model, shared_copy
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, forward, stream
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import device_name, synchronize
+from normgeo.system.timing import check_rounds, device_name, synchronize
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
 __all__ = ["VARIANTS", "bench_stream", "peak_memory"]
@@ -72,8 +71,7 @@ def bench_stream(
         DataError: the stream is empty, or its contexts are longer than the model has positions for.
         NormGeoError: fewer than one round.
     """
-    if rounds < 1:
-        raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    check_rounds(rounds)
     check_context(model, tokens.context)
     sites = find_sites(model)
     batches = tokens.alike(None, batch, rounds + 1)

@@ -38,7 +38,7 @@ from normgeo.models import memory_explained, seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.stream import check_context
 from normgeo.system.progress import progress_bar
-from normgeo.system.timing import circumstances, interleaved, synchronize
+from normgeo.system.timing import check_rounds, circumstances, interleaved, synchronize
 from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
@@ -286,8 +286,7 @@ def bench_training(
     Raises:
         NormGeoError: fewer than one round, no such precision, or no such device.
     """
-    if rounds < 1:
-        raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+    check_rounds(rounds)
     if precision not in MIXED:
         raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
     with _fitting(task.about["batch"], task.about["context"]):

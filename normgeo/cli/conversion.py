@@ -20,7 +20,9 @@ def convert(
         str | None,
         typer.Option(help="Certify on this: what `angles` takes.", show_default="the sample, for text models"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to certify on.")] = 2048,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to certify on.", show_default="2,048, or all that there are")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 256")
     ] = None,

@@ -21,8 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo import figures
-from normgeo.angles.job import counted
-from normgeo.angles.measure import check_numbers, measure_angles
+from normgeo.angles.measure import measure_angles
 from normgeo.cards import EMBEDDED
 from normgeo.comparison import figures as side_by_side
 from normgeo.comparison.outputs import agreements
@@ -32,13 +31,14 @@ from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
 from normgeo.models import on_cpu, pick_dtype, usable_device, weights_digest
+from normgeo.numbers import check_numbers
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder
 from normgeo.system.folders import taken, whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.system.timing import devices, interleaved, synchronize
-from normgeo.tokens import TokenBatch, TokenStream, holds_ids, load_tokens
+from normgeo.tokens import TokenBatch, TokenStream, counted, holds_ids, load_tokens
 from normgeo.trace import evaluating
 
 __all__ = ["Comparison", "compare", "compare_run", "default_stem"]

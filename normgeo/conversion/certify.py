@@ -42,7 +42,7 @@ class Certificate:
             over positions.
         top1: share of positions where both prefer the same index.
         perplexity_original, perplexity_converted: of the next token, in the own dtype, for a causal model on real text.
-        tokens: how many tokens of real text were compared; 0 when only made-up inputs were.
+        tokens: how many predictions of a next token the perplexities are of; 0 without real text.
         site_mean: largest |mean| / rms of what a replaced norm is given, in float64.
         replaced, kept, untouched, recentered: how many.
         unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether

@@ -142,9 +142,10 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
     rebuild(told, recipe)
     wanted, have = ({name: value.shape for name, value in m.state_dict().items()} for m in (told, model))
     if wrong := sorted(name for name in wanted.keys() | have.keys() if wanted.get(name) != have.get(name)):
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConversionError(
-            f"{type(model).__name__} is not what its class and configuration tell: {wrong[0]} and {len(wrong) - 1} "
-            "others would be missing or have another shape where it is loaded; let the configuration say what was "
+            f"{type(model).__name__} is not what its class and configuration tell: {wrong[0]}{others} would be "
+            "missing or have another shape where it is loaded; let the configuration say what was "
             "changed, and take pruning and parametrizations off"
         )
     if any(isinstance(module, Centered) for module in model.modules()):

@@ -23,9 +23,10 @@ from normgeo.examples import example_inputs, max_context
 from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
 from normgeo.models import pick_dtype, usable_device, weights_digest
 from normgeo.norms import CRMSNorm
+from normgeo.numbers import check_numbers
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.folders import whole_directory
-from normgeo.tokens import TokenStream, load_tokens
+from normgeo.tokens import TokenStream, counted, load_tokens
 
 __all__ = ["convert_checkpoint"]
 
@@ -39,7 +40,7 @@ def convert_checkpoint(
     *,
     to: str = "rmsnorm",
     data: str | None = None,
-    n_tokens: int = TOKENS,
+    n_tokens: int | None = None,
     context: int | None = None,
     dtype: str = "auto",
     device: str | None = None,
@@ -59,7 +60,7 @@ def convert_checkpoint(
         out: a new directory.
         to: `rmsnorm` or `crmsnorm`; `rmsnorm` for a compressed model decompresses it.
         data: what `load_tokens` takes, to certify on; None is the embedded sample, where the model has a tokenizer.
-        n_tokens: tokens of it to compare on.
+        n_tokens: exactly so many tokens of it to compare on; None is 2048, or all of them where there are fewer.
         context: tokens the model sees together; up to 256 when None.
         dtype: `auto` (the checkpoint's own) or a floating-point type.
         device: a torch device; the CPU when None.
@@ -82,6 +83,7 @@ def convert_checkpoint(
         RunError: it cannot be written.
         ModelError, DataError: whatever is wrong with the model or the data.
     """
+    check_numbers(tokens=n_tokens)
     if to not in ("rmsnorm", "crmsnorm"):
         raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
     check_options(to, keep_tie=keep_tie, padded=padded, fold_affine=fold_affine)
@@ -96,7 +98,7 @@ def convert_checkpoint(
         if not plain:
             raise ConversionError("by shard only rmsnorm, untied and unfolded, can be made; convert in memory")
         unused = {
-            "data": data is not None, "tokens": n_tokens != TOKENS, "context": context is not None,
+            "data": data is not None, "tokens": n_tokens is not None, "context": context is not None,
             "dtype": dtype != "auto", "device": device is not None,
         }  # fmt: skip
         if given := ", ".join(option for option, is_given in unused.items() if is_given):
@@ -115,7 +117,7 @@ def convert_checkpoint(
     tokenizer = load_tokenizer(name, **where)
     extras = [] if tokenizer is None else [tokenizer]
     if to == "rmsnorm" and is_compressed(model):
-        given = data is not None or n_tokens != TOKENS or context is not None
+        given = data is not None or n_tokens is not None or context is not None
         if given or keep_tie or fold_affine or padded or outputs:
             raise ConversionError(
                 f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --tokens, "
@@ -124,15 +126,16 @@ def convert_checkpoint(
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
         return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
-    text = _text(model, data, tokenizer, n_tokens, context)
+    text, batches = _text(model, data, tokenizer, context), list[dict[str, Tensor]]()
     if text is not None:
-        about["text"] = text.about | {"tokens": n_tokens}
+        text, n_tokens = counted(text, n_tokens, TOKENS)
+        about["text"], batches = text.about | {"tokens": n_tokens}, _batches(model, text, n_tokens)
     announce(
         f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
     )
     conversion = convert(
         model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs,
-        certify_on=[] if text is None else _batches(model, text, n_tokens),
+        certify_on=batches,
     )  # fmt: skip
     for line in _sizes(model, conversion.model):
         announce(line)
@@ -189,9 +192,7 @@ def _available() -> int:
     return min(available, limit - used + int(cached))
 
 
-def _text(
-    model: PreTrainedModel, data: str | None, tokenizer: Any, n_tokens: int, context: int | None
-) -> TokenStream | None:
+def _text(model: PreTrainedModel, data: str | None, tokenizer: Any, context: int | None) -> TokenStream | None:
     """Real text for the certificate; None for a model that takes no token ids.
 
     Raises:
@@ -202,8 +203,6 @@ def _text(
         return None
     if others:
         raise DataError(f"{type(model).__name__} takes {', '.join(others)}, not text alone; leave --data out")
-    if n_tokens < 1:
-        raise DataError(f"--tokens must be at least 1, received {n_tokens}")
     if context is not None and context < 2:
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)

@@ -47,6 +47,8 @@ class CaptureConfig:
     chunk_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
+        if isinstance(self.phases, str):
+            object.__setattr__(self, "phases", (self.phases,))
         if not self.phases or set(self.phases) - set(PHASES) or len(set(self.phases)) < len(self.phases):
             raise NormGeoError(f"--phases takes some of {', '.join(PHASES)}, received {','.join(self.phases)!r}")
         if len(self.run.models) != 1:

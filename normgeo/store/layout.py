@@ -333,7 +333,10 @@ def read_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
         StoreError: they are missing or damaged.
     """
     file = state_file(commit.row)
-    content = storage.read(file) if storage.size(file) is not None else b""
+    try:
+        content = storage.read(file) if storage.size(file) is not None else b""
+    except OSError as error:
+        raise StoreError(unread(storage, file, error)) from error
     if hashlib.sha256(content).hexdigest() != commit.state:
         raise StoreError(
             f"{storage.at(file)} is damaged or missing; this store cannot be finished: capture into another"

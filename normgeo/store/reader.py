@@ -197,7 +197,7 @@ class HiddenStates:
         )
 
     def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
-        """All committed vectors in order, of so many (1 or more) tokens at once; what raises is as for an index."""
+        """All committed vectors in order, of so many tokens at once; raises as an index, and ValueError below 1."""
         if n_tokens < 1:
             raise ValueError(f"a batch has at least one token, received {n_tokens}")
         return self._batches(n_tokens)

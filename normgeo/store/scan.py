@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from normgeo.angles.cost import check_space
-from normgeo.angles.measure import AngleTable, check_numbers, directions_of, select_sites
+from normgeo.angles.measure import AngleTable, directions_of
 from normgeo.angles.runs import RunConfig, default_stem, new_record, now, safe_name, write_results
 from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum, joined
-from normgeo.sites import NormSite
+from normgeo.numbers import check_numbers
+from normgeo.sites import NormSite, select_sites
 from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "is_full", "on_the_way", "unreadable",
-    "unwritable", "write_json", "write_table", "write_whole",
+    "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "is_full", "on_the_way", "read_table",
+    "unreadable", "unwritable", "write_json", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL = ".partial"
@@ -141,6 +141,20 @@ def unreadable(path: Path | str, error: Exception, instead: str) -> RunError:
         f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
         f"with that version, or {instead}"
     )
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A table of a parquet file.
+
+    Raises:
+        RunError: it cannot be read, or is damaged.
+    """
+    import pandas as pd
+
+    try:
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise RunError(f"{path} cannot be read as a table ({' '.join(str(error).split())[:200]})") from error
 
 
 def is_full(error: BaseException | None) -> bool:

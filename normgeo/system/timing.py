@@ -14,13 +14,13 @@ import torch
 import transformers
 from torch import nn
 
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.system.memory import memory_kept
 from normgeo.system.versions import versions
 
 __all__ = [
-    "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved", "occupy", "recorded",
-    "synchronize",
+    "Stopwatch", "check_rounds", "circumstances", "compiler_explained", "device_name", "devices", "interleaved",
+    "occupy", "recorded", "synchronize",
 ]  # fmt: skip
 
 CYCLES = 2e9
@@ -161,6 +161,16 @@ class Stopwatch:
         return self._total
 
 
+def check_rounds(rounds: int) -> None:
+    """Refuse a benchmark that measures nothing.
+
+    Raises:
+        NormGeoError: fewer than one round.
+    """
+    if rounds < 1:
+        raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
+
+
 def interleaved(
     measures: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float, seed: int = 0
 ) -> Iterator[tuple[int, str, Any]]:
@@ -174,7 +184,11 @@ def interleaved(
         rounds: how many rounds at most.
         seconds: for all rounds together.
         seed: of the order.
+
+    Raises:
+        NormGeoError: fewer than one round.
     """
+    check_rounds(rounds)
     order = random.Random(seed)
     with memory_kept():
         for measure in measures.values():

@@ -32,7 +32,7 @@ from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, RunError
 from normgeo.hub import revisions
-from normgeo.system.files import check_folder, disk_explained, unreadable, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
 
@@ -253,7 +253,7 @@ def measure_checkpoints(
         "progress": progress,
     }  # fmt: skip
     files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
-    done = {point: pd.read_parquet(file) for point, file in files.items() if file is not None and file.is_file()}
+    done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
         before = next((about for other, about in abouts.items() if other.model == point.model), None)

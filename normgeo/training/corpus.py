@@ -1,7 +1,7 @@
 """What twins are trained on: contexts in an order that a seed decides, from any position on.
 
-Text in files is packed with the tokenizer's end-of-text token after each document, kept in memory as ids, and shuffled
-anew in every pass. OpenWebText and Wikipedia are streamed in their own order. Either way a position is plain JSON, so
+Text is packed as everywhere (`normgeo.packing`). That of files is kept in memory as ids, and shuffled anew in every
+pass; that of the hub is streamed in its own order. Either way a position is plain JSON, so
 that a run that is killed goes on with the context it would have had.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from normgeo.errors import DataError
 from normgeo.hub import opened, unreachable
+from normgeo.packing import Encoder
 from normgeo.tokens import ROWS, TokenStream, load_tokens, on_hub
 
 __all__ = ["Corpus", "Shuffled", "Streamed", "kept", "open_corpus"]
@@ -119,7 +120,7 @@ class Shuffled:
 
 
 class Streamed:
-    """Contexts of a data set that is streamed, in its own order, packed with the end-of-text token between documents.
+    """Contexts of a data set that is streamed, in its own order, packed as all text is.
 
     Args:
         dataset: opens the data set, an iterable of rows that knows its position (`state_dict`).
@@ -139,9 +140,9 @@ class Streamed:
         exclude: Collection[str] = frozenset(),
         of: Callable[[Any], str] = itemgetter("text"),
     ) -> None:
-        self.digest, self._of, self._context, self._tokenizer, self._exclude = digest, of, context, tokenizer, exclude
-        after = "nothing" if tokenizer.eos_token_id is None else f"token {tokenizer.eos_token_id}"
-        self.packing = f"documents packed in the data set's order, {after} after each"
+        self.digest, self._of, self._context, self._exclude = digest, of, context, exclude
+        self._encode = Encoder(tokenizer)
+        self.packing = f"documents packed in the data set's order, {self._encode.between}"
         self._open = dataset
         self.seek()
 
@@ -166,7 +167,6 @@ class Streamed:
             DataError: the connection is lost, or there is no text.
         """
         parts, count, needed = [self._left], len(self._left), rows * self._context
-        end = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
         while count < needed:
             try:
                 text = self._document()
@@ -177,8 +177,7 @@ class Streamed:
             self._useless += 1
             if text.strip() and text not in self._exclude:
                 self._useless = 0
-                encoded = self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
-                parts.append(np.asarray(encoded + end, np.int64))
+                parts.append(np.asarray(self._encode([text])[0], np.int64))
                 count += len(parts[-1])
         ids = np.concatenate(parts)
         self._left = ids[needed:]
