@@ -12,6 +12,7 @@ from typing import Any
 
 from normgeo.errors import DataError
 from normgeo.hub import FORM, HUB
+from normgeo.system.files import file_digest
 
 __all__ = ["KINDS", "TEXT", "digest_of", "located", "read_documents", "whole"]
 
@@ -92,7 +93,7 @@ def digest_of(data: str | Path) -> str:
     """
     path, column = located(data)
     try:
-        digests = [_file_digest(file) for part in _parts(path) for file in _files(part)]
+        digests = [file_digest(file) for part in _parts(path) for file in _files(part)]
     except OSError as error:
         raise _unreadable(path, error) from error
     digest = hashlib.sha256("".join(digests).encode()).hexdigest() if path.is_dir() else digests[0]
@@ -104,11 +105,6 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     return [path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]]
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -149,7 +149,7 @@ def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call], batch: in
             behaviour = behaviour_of(function.norm, x.shape, x.dtype) if _could_be_a_norm(function.call) else None
             if behaviour is not None:
                 found.append((function.call, behaviour))
-        elif _is_of_tokens(function, batch):
+        elif _is_of_tokens(function, batch) and any(c.began > function.call.ended for c in trace.calls):
             others[function.owner.name or "the model itself"] = None
     if others:
         names = ", ".join([*others][:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")

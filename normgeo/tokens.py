@@ -316,7 +316,7 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
         return None
     if not isinstance(first.get("text"), str):
         raise DataError(f'rows with {", ".join(first)} have no "text"; give the column of text, or of token ids, alone')
-    return lambda: (_checked(number, row.get("text")) for number, row in enumerate(data))
+    return lambda: (_checked(number, row.get("text", row)) for number, row in enumerate(data))
 
 
 def _checked(number: int, text: Any) -> str:

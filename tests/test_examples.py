@@ -23,6 +23,7 @@ def shapes(model, **options):
     return {name: tuple(value.shape) for name, value in example_inputs(model, **options).items()}
 
 
+@pytest.mark.filterwarnings("ignore:.* to normalize in the code of:UserWarning")  # Kosmos-2 its images
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [

@@ -273,9 +273,7 @@ def test_a_missing_file_is_named(tmp_path, tokenizer, suffix):
     refused(tmp_path / f"nowhere{suffix}", tokenizer, f"nowhere{suffix}")
 
 
-@pytest.mark.parametrize(
-    "line", ["{not json", "17", "null", '["text"]', '{"title": "x"}', '{"text": 5}', '{"text": null}']
-)
+@pytest.mark.parametrize("line", ["{not json", "17", "null", '["text"]', '{"title": "x"}', '{"text": 5}'])
 def test_a_bad_line_is_named_with_its_number(tmp_path, tokenizer, line):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"text": TEXTS[0]}) + "\n" + line + "\n")

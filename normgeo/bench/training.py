@@ -42,8 +42,7 @@ from normgeo.system.timing import check_rounds, circumstances, interleaved, sync
 from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
-from normgeo.training.train import adamw
-from normgeo.training.twins import build_twin
+from normgeo.training.twins import adamw, build_twin
 
 __all__ = [
     "FORMS", "MIXED", "PARTS", "PLAIN", "Task", "ablated", "bench_training", "breakdown", "images", "own", "task_of",

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from normgeo.errors import NormGeoError
 from normgeo.system.progress import meanwhile, printer
 from normgeo.system.versions import versions
 
@@ -36,6 +37,9 @@ app.add_typer(bench_app, name="bench")
 console = printer()
 """For results; what is said meanwhile goes to standard error, by `note` and `warn`."""
 
+TOGETHER = ("capture", "train")
+"""What several processes do together, where they are launched for it."""
+
 
 def _version(wanted: bool | None) -> None:
     if wanted:
@@ -43,14 +47,30 @@ def _version(wanted: bool | None) -> None:
         raise typer.Exit
 
 
+def _check_alone(command: str | None) -> None:
+    """Refuse several processes for what one does: each would do all of it."""
+    if command in TOGETHER or "LOCAL_RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    from normgeo.system.ranks import is_first
+
+    if not is_first():
+        raise SystemExit(1)
+    raise NormGeoError(
+        f"{command} is done by one process, and {os.environ['WORLD_SIZE']} were launched; what several do together is "
+        "capture, which measures as well, and train"
+    )
+
+
 @app.callback()
 def root(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool | None, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = None,
 ) -> None:
     """Geometric analysis of the normalization layers of transformers."""
+    _check_alone(context.invoked_subcommand)
 
 
 def note(*parts: object) -> None:

@@ -83,7 +83,6 @@ def convert_checkpoint(
         RunError: it cannot be written.
         ModelError, DataError: whatever is wrong with the model or the data.
     """
-    check_numbers(tokens=n_tokens)
     if to not in ("rmsnorm", "crmsnorm"):
         raise ConversionError(f"convert to rmsnorm or crmsnorm, not {to!r}; the naive swap is not saved, only compared")
     check_options(to, keep_tie=keep_tie, padded=padded, fold_affine=fold_affine)
@@ -109,6 +108,7 @@ def convert_checkpoint(
         about = _original(name, revision)
         sharded = convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code, about=about)
         return sharded, "remote"
+    check_numbers(tokens=n_tokens)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     device = usable_device(device or "cpu")
     model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "is_full", "on_the_way", "read_table",
+    "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "file_digest", "is_full", "on_the_way",
+    "read_table",
     "unreadable", "unwritable", "write_json", "write_table", "write_whole",
 ]  # fmt: skip
 
@@ -141,6 +143,12 @@ def unreadable(path: Path | str, error: Exception, instead: str) -> RunError:
         f"{path} is damaged, or was written by another version of normgeo ({type(error).__name__}: {error}); resume "
         f"with that version, or {instead}"
     )
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of what is in a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_table(path: Path) -> pd.DataFrame:

@@ -91,7 +91,9 @@ class Ranks:
             shared, rank, size = _met()
         except (RuntimeError, ValueError, OSError) as error:
             raise NormGeoError(f"WORLD_SIZE is {size}, and the other processes cannot be met: {error}") from error
-        store = PrefixStore(f"normgeo/{next(_meetings)}", shared)  # names of an earlier run are not met again
+        # names of an earlier run are not met again, nor those of before a launcher started all processes again
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"normgeo/{again}/{next(_meetings)}", shared)
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", "0")), store)
 
     def share(self, of: Sequence[T]) -> Sequence[T]:
@@ -111,9 +113,11 @@ class Ranks:
             try:
                 value = do()
             except BaseException:
-                self.store.set(name, "null")
+                with suppress(RuntimeError):  # nobody listens, and what went wrong is to be said
+                    self.store.set(name, "null")
                 raise
-            self.store.set(name, json.dumps([value]))
+            with self._reached() as store:
+                store.set(name, json.dumps([value]))
             return value
         answer = json.loads(self._get(name))
         if answer is None:
@@ -158,7 +162,8 @@ class Ranks:
         try:
             yield self.store
         except RuntimeError as error:
-            raise NormGeoError(f"the first process of the run has ended: {str(error).splitlines()[0]}") from error
+            why = str(error).splitlines()[0]
+            raise NormGeoError(f"the first process of the run, or what launched it, has ended: {why}") from error
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -2,15 +2,87 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from normgeo.errors import NormGeoError
 from normgeo.training.recipe import Recipe
 
-__all__ = ["check_sharding", "ready", "start_accelerator"]
+__all__ = [
+    "by_first",
+    "check_agreed",
+    "check_sharding",
+    "part_tensor",
+    "processes",
+    "ready",
+    "start_accelerator",
+    "whole_tensor",
+]
+
+T = TypeVar("T")
+
+
+def processes(device: str) -> accelerate.PartialState:
+    """The processes that train, which are those that were launched: on CPUs, where `auto` finds nothing else.
+
+    Raises:
+        NormGeoError: they know nothing of each other, so that each would train for itself.
+    """
+    state = accelerate.PartialState(cpu=_on_cpu(device))
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if state.num_processes != launched:
+        raise NormGeoError(
+            f"{launched} processes were launched, and each would train for itself on {state.device}: there is no "
+            "device for them together; give --device cpu, or launch them where there are GPUs"
+        )
+    return state
+
+
+def _on_cpu(device: str) -> bool:
+    """Whether to train on the CPU; accelerate, left to itself, does not have several processes there."""
+    return device == "cpu" or (
+        device == "auto" and not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    )
+
+
+def check_agreed(told: dict[str, Any], hint: str) -> None:
+    """Refuse, in all processes, a training for which they were given different things.
+
+    Raises:
+        NormGeoError: what differs, and what to do.
+    """
+    everyone: list[dict[str, Any]] = gather_object([told])
+    for key, first in everyone[0].items():
+        if others := [each[key] for each in everyone if each[key] != first]:
+            raise NormGeoError(f"the processes of this training have another {key}: {first} and {others[0]}; {hint}")
+
+
+def by_first(do: Callable[[], T]) -> T | None:
+    """What the first process gets from `do`; None in the others.
+
+    Raises:
+        SystemExit: in the others, silently, where the first failed; it says why itself.
+    """
+    result, error = None, None
+    if accelerate.PartialState().is_main_process:
+        try:
+            result = do()
+        except NormGeoError as raised:
+            error = raised
+    failed: list[Any] = broadcast_object_list([error is not None])
+    if error is not None:
+        raise error
+    if failed[0]:
+        raise SystemExit(1)
+    return result
 
 
 def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:
@@ -23,11 +95,12 @@ def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accele
         raise NormGeoError(f"train on auto, cpu, cuda or mps, not {device!r}; choose GPUs with accelerate launch")
     if device in ("cuda", "mps") and not getattr(torch, device).is_available():
         raise NormGeoError(f"there is no {device} device here; give --device cpu")
+    processes(device)
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=False)  # a process may train with another precision than before
     try:
         accelerator = accelerate.Accelerator(
-            cpu=device == "cpu",
+            cpu=_on_cpu(device),
             mixed_precision=recipe.precision,
             gradient_accumulation_steps=recipe.accumulate,
         )
@@ -48,7 +121,7 @@ def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accele
     if recipe.batch % parts:
         raise NormGeoError(
             f"a batch of {recipe.batch} sequences cannot be divided among {accelerator.num_processes} processes with "
-            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}"
+            f"{recipe.accumulate} passes each; give --batch a multiple of {parts}, or launch as many as divide it"
         )
     return accelerator
 
@@ -86,3 +159,14 @@ def check_sharding(norm: str, accelerator: accelerate.Accelerator) -> None:
             f"FSDP cannot shard the {norm} training form, which recenters its parameters where they are read; train it "
             "with torchrun or accelerate launch --multi_gpu, the whole model on each device"
         )
+
+
+def whole_tensor(value: Tensor) -> Tensor:
+    """A tensor whose parts lie with several processes (FSDP), all of which have to ask for it; others as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def part_tensor(value: Tensor, like: Tensor) -> Tensor:
+    """What this process has of a tensor that is divided as another is; all of it, if that is not."""
+    value = value.to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value

@@ -35,6 +35,7 @@ from normgeo.hub import revisions
 from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
+from normgeo.training.state import check_weights
 
 __all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
@@ -267,6 +268,7 @@ def measure_checkpoints(
         check_same(abouts.setdefault(point, about), about, where, MEASURED)
         note(point, about)
         if point not in done:
+            check_weights(Path(point.path))
             announce(f"{point.model}, step {point.step:,} ({number} of {len(points)})")
             done[point] = _measured(point, job, options)
             done[point].attrs = {"about": about}

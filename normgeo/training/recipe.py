@@ -7,9 +7,11 @@ import numbers
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from normgeo.errors import NormGeoError
 
-__all__ = ["MOST", "NORMS", "SIZES", "Recipe", "is_kept", "learning_rate", "recipe_for"]
+__all__ = ["MOST", "NORMS", "SIZES", "Recipe", "is_kept", "learning_rate", "mixed", "recipe_for"]
 
 NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
 """The twins there are; `both` on the command line is the first two."""
@@ -137,3 +139,8 @@ def is_kept(step: int, recipe: Recipe) -> bool:
     """
     every = recipe.checkpoint_every or (1000 if step < 10_000 else 10_000)
     return step == recipe.steps or (step % every == 0 and (step > 0 or recipe.checkpoint_every is not None))
+
+
+def mixed(*numbers: int) -> int:
+    """A seed that is a function of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from normgeo.system.files import check_folder, disk_explained, unreadable, write
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
-from normgeo.training.accelerators import start_accelerator
+from normgeo.training.accelerators import by_first, check_agreed, processes, start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe
@@ -77,6 +77,9 @@ class TrainConfig:
         return replace(self, data=absolute(self.data), exclude=self.exclude and str(Path(self.exclude).absolute()))
 
 
+SAME = "give all of them the same, in one directory that all of them see"
+
+
 @contextmanager
 def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
     """The directory to train in, the same for all processes: `out`, or a new `runs/train-<size>-<date>` of this run.
@@ -85,7 +88,7 @@ def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
         RunError: a new one cannot be made.
     """
     stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
-    main = accelerate.PartialState(cpu=device == "cpu").is_main_process
+    main = processes(device).is_main_process
     with claimed(out, stem) if main else nullcontext(out) as where:
         shared: list[Any] = broadcast_object_list([where])
         yield shared[0]
@@ -101,7 +104,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         RunError: the directory holds something, or the disk is full.
         NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
     """
-    state = accelerate.PartialState(cpu=config.device == "cpu")
+    state = processes(config.device)
     occupied = taken(out)
     state.wait_for_everyone()  # no process writes before every one has looked
     if occupied:
@@ -110,7 +113,9 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     _check(config)
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
-    with alone(out) if state.is_main_process else nullcontext():
+    check_agreed({"out": str(out.absolute()), **asdict(recipe), **given.about()}, SAME)
+    with ExitStack() as stack:
+        by_first(lambda: stack.enter_context(alone(out)))
         # by a run that came and went while this one prepared its data
         gone: list[Any] = broadcast_object_list([state.is_main_process and taken(out)])
         if gone[0]:
@@ -149,10 +154,12 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
     """
     record, config, recipe = _read(out)
     check_folder(out, "--resume")
-    state = accelerate.PartialState(cpu=config.device == "cpu")
-    with alone(out) if state.is_main_process else nullcontext():
+    processes(config.device)
+    with ExitStack() as stack:
+        by_first(lambda: stack.enter_context(alone(out)))
         given = _prepared(config, recipe, _stored(out, config), record.get("data_revision"))
         found = given.about()
+        check_agreed({"out": str(out.absolute()), **asdict(recipe), **found}, SAME)
         if "tokenizer_sha256" in record:  # runs of older versions have none
             found["tokenizer_sha256"] = _tokenizer_digest(out)
         for key, now in found.items():

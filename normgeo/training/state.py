@@ -20,10 +20,12 @@ import safetensors.torch
 from torch import Tensor
 
 from normgeo.errors import RunError
-from normgeo.system.files import unreadable
+from normgeo.system.files import file_digest, unreadable
 from normgeo.system.folders import whole_directory
 
-__all__ = ["checkpoint_path", "latest_state", "load_state", "save_state"]
+__all__ = [
+    "check_weights", "checkpoint_path", "latest_state", "load_state", "save_state", "step_of", "weights_in",
+]  # fmt: skip
 
 AFRESH = "remove it, and the run starts from its beginning"
 
@@ -46,7 +48,7 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[
     out = folder / f"state-{step:08}"
     with whole_directory(out, replace=True) as scratch:
         safetensors.torch.save_file(tensors, scratch / "training.safetensors")
-        whole = {"step": step, "sha256": _sha256(scratch / "training.safetensors")} | about
+        whole = {"step": step, "sha256": file_digest(scratch / "training.safetensors")} | about
         (scratch / "state.json").write_text(json.dumps(whole) + "\n")
     for earlier in _states(folder):
         if earlier != out:
@@ -62,16 +64,36 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     content = path / "training.safetensors"
     try:
         about = dict(json.loads((path / "state.json").read_text()))
-        if about.get("sha256") not in (None, _sha256(content)):  # older versions' states have none
+        if about.get("sha256") not in (None, file_digest(content)):  # older versions' states have none
             raise RunError(f"{path} is damaged: {content.name} is not what was written; {AFRESH}")
         return safetensors.torch.load_file(content), about
     except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise unreadable(path, error, AFRESH) from error
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def step_of(state: Path) -> int:
+    """The step that a state is of, by its name."""
+    return int(state.name.removeprefix("state-"))
+
+
+def weights_in(folder: Path) -> str:
+    """sha256 of the weights in a checkpoint; of several files, of theirs in the order of their names."""
+    digests = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a checkpoint of a training whose weights are not those that were written.
+
+    Raises:
+        RunError: they are others.
+    """
+    try:
+        written = json.loads((folder / "training.json").read_text()).get("model_sha256")
+    except (OSError, ValueError, AttributeError):  # of another training, or of an older version
+        return
+    if written is not None and written != weights_in(folder):
+        raise RunError(f"{folder} is damaged: its weights are not those that were written; leave it out (move it away)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

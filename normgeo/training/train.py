@@ -22,26 +22,41 @@ from accelerate.utils import broadcast_object_list
 from jaxtyping import Int64
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import memory_explained
-from normgeo.system.files import unreadable, write_json
+from normgeo.system.files import file_digest, unreadable, write_json
 from normgeo.system.folders import whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
 from normgeo.training import figures as training_figures
-from normgeo.training.accelerators import check_sharding, ready, start_accelerator
+from normgeo.training.accelerators import (
+    by_first,
+    check_agreed,
+    check_sharding,
+    part_tensor,
+    ready,
+    start_accelerator,
+    whole_tensor,
+)  # fmt: skip
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
-from normgeo.training.recipe import Recipe, is_kept, learning_rate
-from normgeo.training.state import AFRESH, checkpoint_path, latest_state, load_state, save_state
-from normgeo.training.twins import build_twin, evaluate, save_twin
+from normgeo.training.recipe import Recipe, is_kept, learning_rate, mixed
+from normgeo.training.state import (
+    AFRESH,
+    checkpoint_path,
+    latest_state,
+    load_state,
+    save_state,
+    step_of,
+    weights_in,
+)  # fmt: skip
+from normgeo.training.twins import adamw, build_twin, evaluate, save_twin
 
-__all__ = ["Trainer", "adamw", "train"]
+__all__ = ["Trainer", "train"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 COLUMNS = ("train_loss", "gradient_norm", "lr", "held_out_loss")
@@ -94,6 +109,9 @@ class Trainer:
         self.step = 0
         self.rows: list[tuple[float, ...]] = []
         state = None if folder is None else latest_state(folder)
+        if folder is not None:
+            found = None if state is None else f"{state.name} ({file_digest(state / 'state.json')[:8]})"
+            check_agreed({"state": found}, f"{folder} has to be one directory that all of them see")
         if state is None:
             corpus.seek()  # another twin may have been trained on it
         else:
@@ -121,7 +139,7 @@ class Trainer:
         norm = loss = math.nan
         self.model.zero_grad(set_to_none=True)  # of a step that failed
         for micro, ids in enumerate(mine):
-            torch.manual_seed(_mixed(recipe.seed, self.step, micro, accelerator.process_index))
+            torch.manual_seed(mixed(recipe.seed, self.step, micro, accelerator.process_index))
             with accelerator.accumulate(self._wrapped):
                 losses.append(self._loss(ids.to(accelerator.device)))
                 accelerator.backward(losses[-1])
@@ -130,7 +148,7 @@ class Trainer:
                     loss = self._finite("loss", float(mean.item()))  # pyright: ignore
                     clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
                     if clipped is not None:
-                        norm = self._finite("gradient", float(_whole(clipped).item()))
+                        norm = self._finite("gradient", float(whole_tensor(clipped).item()))
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -233,22 +251,24 @@ class Trainer:
         """The model after this step, as a checkpoint that `load_model` takes."""
         if self.folder is None:
             return
-        values = self._values()
-        if self.accelerator.is_main_process:
+        folder, values = checkpoint_path(self.folder, self.step), self._values()
+
+        def write() -> None:
             note = {
                 "norm": self.norm, "step": self.step, "recipe": asdict(self.recipe),
                 "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
                 "held_out": None if held_out is None else held_out.digest,
                 "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
             }  # fmt: skip
-            with whole_directory(checkpoint_path(self.folder, self.step), replace=True) as scratch:
+            with whole_directory(folder, replace=True) as scratch:
                 model = scratch / "model"
                 save_twin(self.norm, self._empty, values, self.recipe, model, self.tokenizer)
                 for path in model.iterdir():
                     path.rename(scratch / path.name)
                 model.rmdir()
-                write_json(scratch / "training.json", note)
-        self.accelerator.wait_for_everyone()
+                write_json(scratch / "training.json", note | {"model_sha256": weights_in(scratch)})
+
+        by_first(write)
 
     def _values(self, moment: str | None = None) -> dict[str, Tensor]:
         """All parameters by name, or one of AdamW's moments of them; in the first process alone. All have to ask."""
@@ -259,7 +279,7 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             value = parameter if moment is None else self._adam.state.get(parameter, {}).get(moment)
             if value is not None:
-                whole = _whole(value.detach())
+                whole = whole_tensor(value.detach())
                 if self.accelerator.is_main_process:
                     found[name] = whole.cpu().contiguous()
         return found
@@ -270,15 +290,17 @@ class Trainer:
         tensors = {f"parameter.{name}": value for name, value in self._values().items()}
         for moment in MOMENTS:
             tensors |= {f"{moment}.{name}": value for name, value in self._values(moment).items()}
-        if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
-            about = {
-                "of": self._identity(), "data": self.corpus.position(), "processes": self.accelerator.num_processes,
-                "scaler": None if scaler is None else scaler.state_dict(),
-            }  # fmt: skip
+        folder, scaler = self.folder, self.accelerator.scaler
+        about = {
+            "of": self._identity(), "data": self.corpus.position(), "processes": self.accelerator.num_processes,
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }  # fmt: skip
+
+        def write() -> None:
             self._draw()  # first: a state says that all before it is there
-            save_state(self.folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
-        self.accelerator.wait_for_everyone()
+            save_state(folder, self.step, tensors | {"curve": torch.tensor(self.rows, dtype=torch.float64)}, about)
+
+        by_first(write)
 
     def _draw(self) -> None:
         """The learning curve, of the steps that there are."""
@@ -309,41 +331,20 @@ class Trainer:
             stored = tensors.get(f"parameter.{name}")
             if stored is None or stored.shape != parameter.shape:
                 raise RunError(f"{path} is of another model: {name} does not fit; start a new run")
-            parameter.copy_(_part(stored, parameter))
+            parameter.copy_(part_tensor(stored, parameter))
             moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
-            self._adam.state[parameter] = {m: v if m == "step" else _part(v, parameter) for m, v in moments.items()}
+            self._adam.state[parameter] = {
+                m: v if m == "step" else part_tensor(v, parameter) for m, v in moments.items()
+            }
         try:
             if self.accelerator.scaler is not None and about["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(about["scaler"])
             self.corpus.seek(about["data"])
             self.step, self.rows = int(about["step"]), [tuple(row) for row in tensors["curve"].tolist()]
+            if not self.step == len(self.rows) == step_of(path):
+                raise ValueError(f"it is of step {self.step} and has a curve of {len(self.rows)} steps")
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(path, error, AFRESH) from error
-
-
-def _whole(value: Tensor) -> Tensor:
-    """A tensor whose parts lie with several processes (FSDP), all of which have to ask for it; others as they are."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _part(value: Tensor, like: Tensor) -> Tensor:
-    """What this process has of a tensor that is divided as another is; all of it, if that is not."""
-    value = value.to(like.device)
-    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
-
-
-def _mixed(*numbers: int) -> int:
-    """A seed that is a function of several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
-
-def adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
-    """The optimizer of a recipe, with decoupled decay on matrices alone."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2))
 
 
 def _evaluated(curve: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from normgeo.trace import evaluating
 from normgeo.training.compressed import compressed, widened
 from normgeo.training.recipe import NORMS, Recipe
 
-__all__ = ["build_twin", "evaluate", "plain_name", "save_twin", "train_tokenizer"]
+__all__ = ["adamw", "build_twin", "evaluate", "plain_name", "save_twin", "train_tokenizer"]
 
 END = "<|endoftext|>"
 
@@ -136,3 +136,12 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
     if not count:
         raise DataError(f"{tokens.source} has no two tokens in a row to predict")
     return total / count
+
+
+def adamw(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+    """The optimizer of a recipe, with decoupled decay on matrices alone."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, recipe.beta2))
