@@ -12,7 +12,7 @@ from normgeo.bench import norms as norm_bench
 from normgeo.bench import store as store_bench
 from normgeo.comparison import compare as comparison
 from normgeo.conversion import runs as conversion_runs
-from normgeo.errors import NormGeoError
+from normgeo.errors import ModelError, NormGeoError
 from normgeo.store import capture as capturing
 from normgeo.store import scan
 from normgeo.store.capture import CaptureConfig
@@ -109,6 +109,10 @@ def test_train(called):
     )  # fmt: skip
 
 
+NAMED = ("--revision", "main", "--trust-remote-code")
+OF_A_MODEL = {"revision": "main", "trust_remote_code": True}
+
+
 def test_benchmarks(called, monkeypatch):
     built = []
     monkeypatch.setattr(inference_models, "build", lambda *given, **options: built.append((given, options)))
@@ -117,10 +121,10 @@ def test_benchmarks(called, monkeypatch):
     more = words(timing | {"dtype": "float32,bfloat16", "batch": "1,2", "length": "8", "variants": "fused"})
     modes = "--decode", "--compile", "--graphs"
     for flags, phases, found in ((modes, ("forward", "decode"), inference_bench.MODES), ((), ("forward",), ("eager",))):
-        given = called(inference_bench, "bench_inference", "bench", "inference", "m", *more, *flags)
+        given = called(inference_bench, "bench_inference", "bench", "inference", "m", *more, *flags, *NAMED)
         about = {"variants": ["fused"], "dtypes": ["float32", "bfloat16"], "batches": [1, 2], "lengths": [8]}
         assert given == ((None, "m"), timing | about | {"phases": phases, "modes": found})
-    assert built == ["cpu", *[(("m",), {"device": "cpu", "seed": 7})] * 2]
+    assert built == ["cpu", *[(("m",), {"device": "cpu", "seed": 7} | OF_A_MODEL)] * 2]
     more = words(timing | {"shapes": "1x2x9,3x4x16", "dtype": "float16", "device": "cpu"})
     for flags in (("--backward",), ("--no-beta",), ()):
         given = called(norm_bench, "bench_norms", "bench", "norms", *more, *flags)
@@ -128,6 +132,23 @@ def test_benchmarks(called, monkeypatch):
         about["device"] = "cpu"
         assert given == (([(1, 2, 9), (3, 4, 16)],), timing | about)
     options = {"data": "ids.npy", "context": 9, "batch": 3, "tokens": 70, "dtype": "float64", "rounds": 2}
-    given = called(store_bench, "bench_store", "bench", "store", "m", *words(options, "--folder", "f"))
+    options["device"] = "cpu"
+    given = called(store_bench, "bench_store", "bench", "store", "m", *words(options, "--folder", "f"), *NAMED)
     options["n_tokens"] = options.pop("tokens")
-    assert given == (("m", Path("f")), options)
+    assert given == (("m", Path("f")), options | OF_A_MODEL)
+
+
+def test_models_of_benchmarks_may_bring_their_code(monkeypatch, normgeo):
+    asked = []
+
+    def loaded(name, **options):
+        asked.append({key: options[key] for key in OF_A_MODEL})
+        raise ModelError("seen")
+
+    for module in ("normgeo.loading", "normgeo.bench.training", "normgeo.bench.inference_models", "normgeo.angles.job"):
+        monkeypatch.setattr(f"{module}.load_model", loaded)
+    for command in (("stream", "a/b"), ("store", "a/b"), ("inference", "a/b"), ("train", "--sizes", "a/b")):
+        assert normgeo("bench", *command, *NAMED)[2].endswith("error: seen")
+    assert asked == [OF_A_MODEL] * 4
+    for command in (("inference", "vit-tiny"), ("train", "--sizes", "tiny"), ("train", "--sizes", "vit-tiny")):
+        assert "is made up, and has no revision 'main'" in normgeo("bench", *command, *NAMED)[2]

@@ -64,17 +64,22 @@ SIZES: dict[str, Callable[[], PretrainedConfig]] = {
 """ViTs of *Pre-RMSNorm* table 2 and GPTs of its figure 5, by name; GPT-3 XL's heads are those that divide its width."""
 
 
-def build(name: str, *, device: str | None = None, seed: int = 0) -> PreTrainedModel:
+def build(
+    name: str, *, device: str | None = None, seed: int = 0, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A model in float32: of a size in `SIZES` with random weights, else what `load_model` finds by that name.
 
     Every gain and bias of a random model is off its initial value: gamma 1 and beta 0 would hide mistakes. Weights are
     drawn on the device, where billions take seconds: a GPU's are not the CPU's.
 
     Raises:
-        ModelError: there is no such size and no such model.
+        ModelError: there is no such size and no such model, or a revision is given of a size.
     """
     if name not in SIZES:
-        return load_model(name, dtype=torch.float32, device=device)
+        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        return load_model(name, dtype=torch.float32, device=device, **options)
+    if revision is not None:
+        raise ModelError(f"{name} is made up, and has no revision {revision!r}")
     config, where = SIZES[name](), torch.device(device or "cpu")
     with seeded(seed, [where]), where, torch.no_grad():
         model = (ViTForImageClassification if isinstance(config, ViTConfig) else GPT2LMHeadModel)(config)  # pyright: ignore

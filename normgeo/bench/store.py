@@ -79,7 +79,8 @@ def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
 
 def bench_store(
     model: str, folder: Path, *, data: str = "sample", context: int | None = None, batch: int = 8,
-    n_tokens: int = 32_768, dtype: str | None = None, rounds: int = 3,
+    n_tokens: int = 32_768, dtype: str | None = None, rounds: int = 3, device: str = "auto",
+    revision: str | None = None, trust_remote_code: bool = False,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure the disk, the store, a forward pass alone and captured, and stores read again, in a random order.
 
@@ -99,7 +100,10 @@ def bench_store(
     check_folder(folder, "--folder")
     if not folder.is_dir():
         raise StoreError(f"there is no directory {folder}; give --folder one on the disk that is to be measured")
-    run = RunConfig((model,), data, n_tokens, context, batch, dtype, keep="none")
+    run = RunConfig(
+        (model,), data, n_tokens, context, batch, dtype, device, keep="none", revision=revision,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
     with memory_kept(), tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
         measures = _measures(run, job, folder, Path(scratch))

@@ -141,22 +141,22 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
     )
 
 
-def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0) -> Task:
+def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named: Any) -> Task:
     """The next token of random ids by a Pre-LN model of one's own, or classes of random images; float32, no dropout.
 
-    Its Pre-CRMSNorm form has streams that are one narrower.
+    Its Pre-CRMSNorm form has streams that are one narrower. What else is `named` goes to `load_model`.
 
     Raises:
         NormGeoError: there is no such model, or it is no causal language model nor a classifier of images.
     """
-    model = load_model(name, dtype=torch.float32)
+    model = load_model(name, dtype=torch.float32, **named)
     config: Any = model.config.get_text_config()
     is_image, classes = model.main_input_name == "pixel_values", int(getattr(config, "num_labels", 0))
     if not (is_image and classes) and not model.can_generate():
         raise NormGeoError(f"{type(model).__name__} is no causal language model, nor a classifier of images")
 
     def build(form: str) -> PreTrainedModel:
-        model = _without_dropout(load_model(name, dtype=torch.float32)).requires_grad_(True)
+        model = _without_dropout(load_model(name, dtype=torch.float32, **named)).requires_grad_(True)
         if form == "pre-rmsnorm":
             return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
         return compressed(model) if form == "pre-crmsnorm" else model
@@ -192,30 +192,34 @@ def _about(layers: int, d: int, heads: int, batch: int, context: int, vocabulary
     return {"layers": layers, "d": d, "heads": heads, "batch": batch, "context": context, "vocabulary": vocabulary}
 
 
-def task_of(size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 4096, seed: int = 0) -> Task:
+def task_of(
+    size: str, *, batch: int = 4, context: int = 256, vocabulary: int = 4096, seed: int = 0, **named: Any
+) -> Task:
     """The task of a size: a GPT-2 that `train` takes, a ViT or GPT of *Pre-RMSNorm* table 2 and figure 5, or a model.
 
     Raises:
         NormGeoError: there is no such size, nor a model of that name.
     """
     with _fitting(batch, context):
-        return _task_of(size, batch, context, vocabulary, seed)
+        return _task_of(size, batch, context, vocabulary, seed, named)
 
 
 def _fitting(batch: int, context: int) -> AbstractContextManager[None]:
     return memory_explained(f"a step of {batch} x {context}", "give a smaller --batch or --context", counted=True)
 
 
-def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int) -> Task:
-    if size.startswith("vit-") and size in SIZES:
-        return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
+def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int, named: dict[str, Any]) -> Task:
     if size in EMBEDDED or "/" in size or Path(size).is_dir():
-        return own(size, batch=batch, context=context, seed=seed)
+        return own(size, batch=batch, context=context, seed=seed, **named)
     if size not in (*recipes.SIZES, *SIZES):
         raise NormGeoError(
             f"no size {size!r}; the sizes are {', '.join((*recipes.SIZES, *SIZES))}, and a model of yours is named by "
             "its directory or hub id"
         )
+    if named.get("revision") is not None:
+        raise NormGeoError(f"{size} is made up, and has no revision {named['revision']!r}")
+    if size.startswith("vit-"):
+        return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
     shape = {}
     if size in SIZES:
         config: Any = SIZES[size]()

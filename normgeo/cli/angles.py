@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from normgeo.cli.app import app, console, note, quiet, resumable, warn
-from normgeo.cli.options import Knowing, refuse_beside
+from normgeo.cli.options import Knowing, Trusting, refuse_beside
 from normgeo.errors import NormGeoError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def angles(
     revision: Annotated[
         str | None, typer.Option(help="Commit, branch or tag on the hub; with --checkpoints patterns of them.")
     ] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    trust_remote_code: Trusting = False,
     checkpoints: Annotated[
         str | None,
         typer.Option(help="Measure every checkpoint below this directory, or revision of a hub id, by training step."),

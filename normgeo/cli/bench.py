@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from normgeo.cli.app import bench_app, console, note, quiet
+from normgeo.cli.options import Revision, Trusting
 from normgeo.errors import NormGeoError
 from normgeo.system.files import check_file, write_table
 
@@ -59,6 +60,8 @@ def bench_inference(
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
     device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every case.")] = None,
 ) -> None:
     """Time a Pre-LN model, its conversions and its floor without norms, whole and in their norms alone."""
@@ -73,7 +76,7 @@ def bench_inference(
     batches, lengths = _numbers(batch, "--batch"), _numbers(length, "--length")
     dtypes, wanted = _words(dtype, "--dtype"), None if variants is None else _words(variants, "--variants")
     inference_bench.check_names(dtypes, variants=wanted or ())
-    where = usable_device(device)
+    where, named = usable_device(device), {"revision": revision, "trust_remote_code": trust_remote_code}
     if compiled:
         inference_bench.check_compiler(where)
     frames: list[pd.DataFrame] = []
@@ -85,7 +88,7 @@ def bench_inference(
 
     for name in models:
         inference_bench.bench_inference(
-            build(name, device=where, seed=seed), name, variants=wanted, dtypes=dtypes, batches=batches,
+            build(name, device=where, seed=seed, **named), name, variants=wanted, dtypes=dtypes, batches=batches,
             lengths=lengths, phases=("forward", *["decode"] * decode),
             modes=("eager", *["compiled"] * compiled, *["graph"] * graphs), rounds=rounds, seconds=seconds,
             seed=seed, announce=note, keep=keep,
@@ -129,6 +132,8 @@ def bench_stream(
     rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.", min=1)] = 7,
     dtype: Annotated[str, typer.Option(help="What `angles` takes.")] = "float32",
     device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the base model's forward pass with ways of measuring its hidden states."""
@@ -139,9 +144,9 @@ def bench_stream(
 
     quiet()
     check_file(out)
-    where = usable_device(device or "cpu")
-    loaded = load_model(model, dtype=pick_dtype(dtype, where), device=where)
-    tokens = load_tokens(data, load_tokenizer(model), context)
+    where, named = usable_device(device or "cpu"), {"revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = load_model(model, dtype=pick_dtype(dtype, where), device=where, **named)
+    tokens = load_tokens(data, load_tokenizer(model, **named), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
     for row in frame.to_dict("records"):
@@ -165,6 +170,9 @@ def bench_store(
     tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
     dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
+    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the disk, the store, the forward pass with and without capture, and the store read again."""
@@ -173,8 +181,9 @@ def bench_store(
     quiet()
     check_file(out)
     frame = bench_store(
-        model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds
-    )
+        model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds,
+        device=device, revision=revision, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     first = frame.iloc[0]
     console.print(
         f"{first.model}, {first.tokens:,} tokens in contexts of {first.context}, {first['dtype']}, {rounds} rounds, "
@@ -207,6 +216,8 @@ def bench_train(
     rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
     precision: Annotated[str, typer.Option(help="Mixed precision: no or bf16.")] = "no",
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet, after every size.")] = None,
 ) -> None:
     """Time training steps of Pre-LN, Pre-RMSNorm and Pre-CRMSNorm, and what the parts of a step cost."""
@@ -217,7 +228,8 @@ def bench_train(
     quiet()
     check_file(out)
     raw, options = [], {"batch": batch, "context": context, "vocabulary": vocabulary}
-    tasks = {size: training_bench.task_of(size, **options) for size in _words(sizes, "--sizes")}
+    named = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tasks = {size: training_bench.task_of(size, **options, **named) for size in _words(sizes, "--sizes")}
     for size, task in tasks.items():
         times = training_bench.bench_training(task, rounds=rounds, precision=precision, device=device, progress=True)
         raw.append(times.assign(size=size))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, warn
-from normgeo.cli.options import Knowing, refuse_beside
+from normgeo.cli.options import Knowing, Revision, Trusting, refuse_beside
 
 
 @app.command(cls=Knowing)
@@ -41,8 +41,8 @@ def convert(
         bool | None,
         typer.Option("--by-shard/--in-memory", help="Tensor by tensor.", show_default="where memory is short"),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
 ) -> None:
     """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
     from normgeo.conversion.certify import listed
@@ -102,7 +102,7 @@ def compare(
     revision: Annotated[
         str | None, typer.Option(help="Commit, branch or tag of A and B, of those that are on the hub.")
     ] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    trust_remote_code: Trusting = False,
 ) -> None:
     """Compare models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
     from normgeo.comparison.compare import compare_run, default_stem

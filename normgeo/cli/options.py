@@ -1,15 +1,19 @@
-"""Options of the command line that exclude others."""
+"""Options that commands share, and those that exclude others."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperCommand
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["Knowing", "refuse_beside"]
+__all__ = ["Knowing", "Revision", "Trusting", "refuse_beside"]
+
+Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")]
+Trusting = Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")]
 
 _given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, resumable
-from normgeo.cli.options import Knowing, refuse_beside
+from normgeo.cli.options import Knowing, Revision, Trusting, refuse_beside
 from normgeo.errors import NormGeoError, StoreError
 
 
@@ -31,8 +31,8 @@ def capture(
     seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
     qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
     chunk_mib: Annotated[int, typer.Option(help="Largest chunk, in MiB.")] = 16,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    revision: Revision = None,
+    trust_remote_code: Trusting = False,
     resume: Annotated[
         str | None, typer.Option(help="Finish the interrupted store in this directory or at this URL.")
     ] = None,
