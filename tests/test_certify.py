@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import re
 
@@ -15,6 +16,8 @@ from normgeo import convert
 from normgeo.conversion.certify import certificate_inputs, certify
 from normgeo.conversion.gauge import center
 from normgeo.conversion.probing import float64_copy
+from normgeo.conversion.runs import convert_checkpoint
+from normgeo.errors import DataError
 from normgeo.examples import example_inputs
 
 COUNTS = {"replaced": 5, "kept": 0, "untouched": 0, "recentered": 0}
@@ -159,3 +162,15 @@ def test_a_certificate_tells_what_mean_is_left():
     certificate = convert(tiny("gpt2")).certificate
     assert 0 < certificate.site_mean < 1e-14  # rounding, which is hardly ever nothing at all
     assert float(re.search(r"means left at norms +(\S+) of the rms", certificate.table())[1]) > 0
+
+
+def test_a_short_text_is_certified_on_as_it_is(tmp_path):
+    (tmp_path / "short.txt").write_text("A river is a natural stream of water that flows to the sea.")
+    convert_it = functools.partial(convert_checkpoint, "embedded-layernorm", data=str(tmp_path / "short.txt"))
+    conversion, _ = convert_it(tmp_path / "out")
+    text = json.loads((tmp_path / "out/conversion.json").read_text())["text"]
+    assert conversion.certificate.tokens == text["tokens"] - 1 > 10
+    with pytest.raises(DataError, match=rf"ends after {text['tokens']} tokens, 500 were asked for"):
+        convert_it(tmp_path / "more", n_tokens=500)
+    with pytest.raises(DataError, match="--tokens must be at least 1, received 0"):
+        convert_it(tmp_path / "none", n_tokens=0)

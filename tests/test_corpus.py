@@ -1,15 +1,17 @@
 """Training data: the seed's order, streams that resume, and what is left out."""
 
+import copy
 import json
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from training_zoo import text_like
 
 from normgeo.errors import DataError
-from normgeo.tokens import TokenStream
+from normgeo.tokens import TokenStream, load_tokens
 from normgeo.training import runs
 from normgeo.training.corpus import Shuffled, Streamed, open_corpus
 from normgeo.training.runs import TrainConfig
@@ -34,6 +36,24 @@ def test_ids_are_in_memory_once(peak_memory):
     corpus, most = peak_memory(lambda: Shuffled(tokens, 16, 0))
     assert 4 * n < most < 6 * n
     assert corpus.take(1).shape == (1, 16)
+
+
+def with_a_beginning(tokenizer):
+    """One that puts a token of its own before every text."""
+    again = copy.deepcopy(tokenizer)
+    again.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", again.eos_token_id)]
+    )
+    return again
+
+
+@pytest.mark.parametrize("change", [lambda same: same, with_a_beginning])
+def test_what_is_streamed_is_packed_as_what_is_in_files(change, tokenizer):
+    tokenizer, texts = change(tokenizer), ["A river.", " ", "A fox is quick.", "A dog."]
+    rows = datasets.Dataset.from_list([{"text": text} for text in texts])
+    ids = np.concatenate([ids for ids, _ in load_tokens(texts, tokenizer, 4).contexts(0)])
+    streamed = Streamed(rows.to_iterable_dataset, tokenizer, 4, "x").take(len(ids) // 4)
+    assert streamed.flatten().tolist() == ids[: len(ids) // 4 * 4].tolist()
 
 
 def test_every_pass_cuts_the_text_at_another_place():

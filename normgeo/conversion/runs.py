@@ -100,10 +100,7 @@ def convert_checkpoint(
             "data": data is not None, "tokens": n_tokens is not None, "context": context is not None,
             "dtype": dtype != "auto", "device": device is not None,
         }  # fmt: skip
-        if given := ", ".join(option for option, is_given in unused.items() if is_given):
-            why = "memory is short, so that it is converted by shard; " if short else ""
-            hint = ", or ask for --in-memory (by_shard=False)" if short else ""
-            raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
+        _refuse_unused(unused, short)
         announce(f"{name}: shard by shard, certified on a few of its layers")
         about = _original(name, revision)
         sharded = convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code, about=about)
@@ -115,7 +112,6 @@ def convert_checkpoint(
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     about = _original(name, revision, weights_sha256=weights_digest(model))
     tokenizer = load_tokenizer(name, **where)
-    extras = [] if tokenizer is None else [tokenizer]
     if to == "rmsnorm" and is_compressed(model):
         given = data is not None or n_tokens is not None or context is not None
         if given or keep_tie or fold_affine or padded or outputs:
@@ -125,21 +121,25 @@ def convert_checkpoint(
             )
         announce(f"{name}: compressed; giving it all d numbers again")
         conversion = decompress(model)
-        return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
-    text, batches = _text(model, data, tokenizer, context), list[dict[str, Tensor]]()
-    if text is not None:
-        text, n_tokens = counted(text, n_tokens, TOKENS)
-        about["text"], batches = text.about | {"tokens": n_tokens}, _batches(model, text, n_tokens)
-    announce(
-        f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.dtype}; finding what to center"
-    )
-    conversion = convert(
-        model, to, keep_tie=keep_tie, fold_affine=fold_affine, padded=padded, outputs=outputs,
-        certify_on=batches,
-    )  # fmt: skip
-    for line in _sizes(model, conversion.model):
-        announce(line)
+    else:
+        batches, of_text = _text(model, data, tokenizer, n_tokens, context)
+        parameters = sum(p.numel() for p in model.parameters())
+        announce(f"{name}: {parameters:,} parameters, {model.dtype}; finding what to center")
+        options: dict[str, Any] = {"keep_tie": keep_tie, "fold_affine": fold_affine, "padded": padded}
+        conversion = convert(model, to, outputs=outputs, certify_on=batches, **options)
+        for line in _sizes(model, conversion.model):
+            announce(line)
+        about |= of_text
+    extras = [] if tokenizer is None else [tokenizer]
     return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
+
+
+def _refuse_unused(unused: dict[str, bool], short: bool) -> None:
+    """Refuse what is given and would be ignored by shard; it may be the memory that decided for that."""
+    if given := ", ".join(option for option, is_given in unused.items() if is_given):
+        why = "memory is short, so that it is converted by shard; " if short else ""
+        hint = ", or ask for --in-memory (by_shard=False)" if short else ""
+        raise ConversionError(f"{why}by shard these would be ignored: {given}; leave them out{hint}")
 
 
 def _sizes(model: PreTrainedModel, converted: PreTrainedModel) -> list[str]:
@@ -192,22 +192,25 @@ def _available() -> int:
     return min(available, limit - used + int(cached))
 
 
-def _text(model: PreTrainedModel, data: str | None, tokenizer: Any, context: int | None) -> TokenStream | None:
-    """Real text for the certificate; None for a model that takes no token ids.
+def _text(
+    model: PreTrainedModel, data: str | None, tokenizer: Any, n_tokens: int | None, context: int | None
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """Batches of real text for the certificate, and what conversion.json says of it; none where no token ids are taken.
 
     Raises:
-        DataError: there is a data source but the model takes no text, or it is not to be had.
+        DataError: there is a data source but the model takes no text, or it is not to be had, or has too few tokens.
     """
     others = sorted(set(example_inputs(model)) - OF_TEXT)
     if data is None and (tokenizer is None or others):
-        return None
+        return [], {}
     if others:
         raise DataError(f"{type(model).__name__} takes {', '.join(others)}, not text alone; leave --data out")
     if context is not None and context < 2:
         raise DataError(f"--context must be at least 2, received {context}: a certificate is on what follows tokens")
     length = context or min(256, max_context(model) or 256)
     check_context(model, length)
-    return load_tokens("sample" if data is None else data, tokenizer, length)
+    text, n_tokens = counted(load_tokens("sample" if data is None else data, tokenizer, length), n_tokens, TOKENS)
+    return _batches(model, text, n_tokens), {"text": text.about | {"tokens": n_tokens}}
 
 
 def _batches(model: PreTrainedModel, text: TokenStream, n_tokens: int) -> list[dict[str, Tensor]]:
