@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zarr
 from test_statistics import EPS, near, noise
 
 from normgeo.angles.scalars import ScalarStore, ScalarWriter, bytes_needed
@@ -65,6 +66,16 @@ def test_the_bytes_are_those_that_were_said(kept):
     arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]
     assert sum(a.nbytes for a in arrays) == bytes_needed(sites, N, BLOCK)
     assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
+
+
+def test_sites_are_in_the_order_of_the_pass(tmp_path):
+    """Not of their names, where the tenth layer comes before the second; but for stores that do not say it."""
+    sites = [NormSite(f"h.{i}.ln", "layernorm", "mlp", i, "h", D, EPS) for i in (0, 2, 10)]
+    ScalarWriter(tmp_path / "m", sites, N, BLOCK).create({D: Directions.seeded(D, 4)})
+    assert ScalarStore(tmp_path / "m").sites == ["h.0.ln", "h.2.ln", "h.10.ln"]
+    root = zarr.open_group(tmp_path / "m", mode="r+")
+    del root.attrs["sites"]
+    assert ScalarStore(tmp_path / "m").sites == ["h.0.ln", "h.10.ln", "h.2.ln"]
 
 
 def test_the_folder_of_all_models_names_them(kept):

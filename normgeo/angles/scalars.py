@@ -103,7 +103,8 @@ class ScalarWriter:
         if self.path.parent.suffix == ".zarr":  # several models' groups lie side by side in one store
             zarr.open_group(self.path.parent, mode="a")
         norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
-        attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "every_chunk": True}
+        sites = [site.key for site in self.sites]
+        attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "every_chunk": True, "sites": sites}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
         for name in (f"tokens/{n}" for n in ("id", "document", "position")):
             self._arrays[name] = root.create_array(
@@ -174,6 +175,10 @@ class ScalarWriter:
 class ScalarStore:
     """Reads a `scalars.zarr/<model>`.
 
+    Attributes:
+        sites: the sites' keys, in the order of the forward pass; by name, where an older version wrote it.
+        id, document, position: of every token.
+
     >>> store = ScalarStore(path)                                        # doctest: +SKIP
     >>> late = store.position > 8                                        # doctest: +SKIP
     >>> store.angles("transformer.h.0.ln_1", "pre", "uniform")[late]     # doctest: +SKIP
@@ -188,10 +193,9 @@ class ScalarStore:
             models = sorted(p.parent.name for p in Path(path).glob("*/tokens"))
             hint = f"; give that of a model in it: {', '.join(models)}" if models else f": {error}"
             raise RunError(f"{path} holds no model's scalars{hint}") from error
-        groups = self.root["sites"]
-        self.sites: list[str] = sorted(
-            name.removesuffix("/pre") for name in self._leaves(groups) if name.endswith("/pre")
-        )
+        pre = (name.removesuffix("/pre") for name in self._leaves(self.root["sites"]) if name.endswith("/pre"))
+        kept: Any = self.root.attrs.get("sites")
+        self.sites: list[str] = sorted(pre) if kept is None else list(kept)
 
     def _token(self, name: str) -> np.ndarray:
         return self._read(self.root[f"tokens/{name}"])  # pyright: ignore
