@@ -25,7 +25,7 @@ def check_numbers(**numbers: Any) -> None:
         if value is None:
             continue
         option = f"--{name.replace('_', '-')}"
-        if not isinstance(value, (int, np.integer)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise DataError(f"{option} must be a whole number, received {value!r}")
         if value < LEAST[name]:
             raise DataError(f"{option} must be at least {LEAST[name]}, received {value}")

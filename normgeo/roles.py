@@ -157,10 +157,11 @@ class Placer:
         return next((k for k in ("cross_attention", "attention", "mixer", "mlp") if k in kinds), "inner")
 
     def _on_sum(self, norm: Call) -> bool:
-        """Whether it normalizes a sum that is like what its layer is given, and so not inside a branch."""
+        """Whether it normalizes what its layer is given, or a sum that is like it, and so is not inside a branch."""
         layer = self.trace.running(norm)
-        alike = layer is not None and bool(layer.inputs) and layer.inputs[0].shape == norm.inputs[0].shape
-        return alike and not self.trace.sums.isdisjoint(norm.reads)
+        if layer is None or not layer.inputs or layer.inputs[0].shape != norm.inputs[0].shape:
+            return False
+        return norm.reads_from(layer.inputs[0]) or not self.trace.sums.isdisjoint(norm.reads)
 
     def _is_post_norm(self, stack: str) -> bool:
         """Whether all layers of a stack that have both begin with a weight, not a norm.

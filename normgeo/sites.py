@@ -45,7 +45,8 @@ class NormSite:
         gain, bias: whether it has a gamma and a beta.
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
-        call: which of several calls in one forward pass, as of modules that layers share; `calls`: of how many.
+        call: which of several calls in one forward pass, as of modules that layers share; `calls`: of how many, 0
+            where an older version wrote it down and did not say.
         dtype: of the vectors, as torch names it.
         time_major: whether its input is laid out [time, batch, d].
     """
@@ -64,7 +65,7 @@ class NormSite:
     call: int = 0
     dtype: str = "float32"
     time_major: bool = False
-    calls: int = 1
+    calls: int = 0
 
     @property
     def key(self) -> str:

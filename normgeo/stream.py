@@ -219,7 +219,7 @@ def _check_handed(model: PreTrainedModel, sites: Sequence[NormSite], handed: Han
 def _check_calls(model: PreTrainedModel, sites: Sequence[NormSite], calls: Sequence[int]) -> None:
     """Refuse a pass in which a norm was called another number of times than when it was found."""
     for site, made in zip(sites, calls, strict=True):
-        if made not in (0, site.calls):
+        if site.calls and made not in (0, site.calls):
             raise ModelError(
                 f"{type(model).__name__} calls {site.name} {made} times in this pass, and {site.calls} times where its "
                 "norms were found, so that which call is which does not show; leave it out (--sites takes roles and "
@@ -228,11 +228,12 @@ def _check_calls(model: PreTrainedModel, sites: Sequence[NormSite], calls: Seque
 
 
 def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    """The base model where it holds all the sites, else the whole model."""
+    """The base model where it holds all the sites, and calls them all, else the whole model."""
     base = base_model(model)
     inside = {id(m) for m in base.modules()}
     modules = dict(model.named_modules())
-    return base if all(id(modules[site.owner]) in inside for site in sites) else model
+    again = any(site.calls > 1 and site.role in ("final", "head") for site in sites)  # by what is around the base
+    return base if not again and all(id(modules[site.owner]) in inside for site in sites) else model
 
 
 def in_memory(model: PreTrainedModel, batch: TokenBatch) -> AbstractContextManager[None]:
@@ -348,13 +349,14 @@ def observe(
         ModelError: what is no model of transformers, takes no tokens or has no norms.
     """
     check_numbers(tokens=n_tokens, batch=batch)
-    for sink in [sinks] if isinstance(sinks, Sink) or not isinstance(sinks, Iterable) else sinks:
-        if not isinstance(sink, Sink) or sink is sinks:
+    given = [sinks] if isinstance(sinks, Sink) or not isinstance(sinks, Iterable) else list(sinks)
+    for sink in given:
+        if not isinstance(sink, Sink) or isinstance(sink, type) or sink is sinks:
             raise DataError(f"sinks are a list of objects with begin, take and end; received {type(sink).__name__}")
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     chosen = sites_of(model, sites, qk=qk)
-    running = stream(model, chosen, source.batches(n_tokens, batch), sinks, every_token=False)
+    running = stream(model, chosen, source.batches(n_tokens, batch), given, every_token=False)
     return sum(done.n_tokens for done in running)
 
 

@@ -277,6 +277,8 @@ def load_tokens(
     if not isinstance(data, (str, Path)):
         documents = _given_texts(data)
         if documents is None:
+            if exclude:
+                raise DataError("these are token ids, of which no texts can be left out")
             return TokenStream.from_array(data, context=context)
         return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", _of_texts(documents))
     if holds_ids(data):
@@ -307,14 +309,14 @@ def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
     if isinstance(data, Mapping):
         raise DataError(f"received a {type(data).__name__} with {', '.join(map(str, data))}; give its token ids alone")
     try:
-        first = next(iter(data), None)
+        first = next((row for row in data if row is not None), None)
     except TypeError:  # nothing to iterate over
         return None
     if isinstance(first, str):
         return lambda: map(_checked, itertools.count(), data)
     if not isinstance(first, Mapping):
         return None
-    if not isinstance(first.get("text"), str):
+    if "text" not in first or not isinstance(first["text"], (str, type(None))):
         raise DataError(f'rows with {", ".join(first)} have no "text"; give the column of text, or of token ids, alone')
     return lambda: (_checked(number, row.get("text", row)) for number, row in enumerate(data))
 
@@ -369,7 +371,7 @@ def counted(
     Raises:
         DataError: a local source has fewer than were asked for. Said before anything is measured or written.
     """
-    most = asked or default
+    most = int(asked or default)
     if tokens.revision and (asked is not None or tokens.digest in LARGE):  # not to be read before it is measured
         return tokens, most
 

@@ -166,7 +166,7 @@ def _levels(x: Tensor, y: Tensor) -> bool:
     if x.numel() < 3 * x.shape[-1]:
         return False
     try:
-        lengths = [z.double().norm(dim=-1) for z in (x, y)]
+        lengths = [z.float().norm(dim=-1) for z in (x, y)]
         before, after = (float(length.std() / length.mean()) for length in lengths)
     except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
         return False
@@ -175,9 +175,9 @@ def _levels(x: Tensor, y: Tensor) -> bool:
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
 ADDS = {"add", "add_"}
-MODULATES = {"mul", "add", "addcmul"}
+MODULATES = {"mul", "multiply", "add", "addcmul"}
 """What scales and shifts a tensor by smaller ones, as adaptive norms do."""
-SCALES = {"mul", "div", "normalize", "group_norm"}
+SCALES = {"mul", "multiply", "div", "divide", "true_divide", "normalize", "group_norm"}
 """What a norm that is written out ends with, before its gains."""
 SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
@@ -228,6 +228,7 @@ class _Functions(TorchFunctionMode):
             return
         if name in ADDS and len(given) == 2:
             self.trace.sums.add(_storage(out))
+            self.made.add(_storage(out))
             self._kept.append(out)
         elif name in MODULATES | SCALES and len(given) == 1:
             if name in MODULATES:

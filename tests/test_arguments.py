@@ -44,9 +44,16 @@ def test_what_is_observed_is_chosen_as_what_is_measured():
     assert found == [5, 2, 9, 1]
 
 
+def test_sinks_may_be_an_iterator(untyped):
+    sink = Counting()
+    observe(zoo.tiny("gpt2"), IDS, iter([sink]))
+    assert len(sink.sites) == 5
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"n_tokens": True}, "--tokens must be a whole number, received True"),
         ({"sites": "nothing"}, "no site matches 'nothing'"), ({"n_tokens": 1.5}, "--tokens must be a whole number"),
         ({"batch": 0}, "--batch must be at least 1"), ({"sinks": Counting()}, "sinks are a list of objects with begin"),
         ({"sinks": [3]}, "received int"),
@@ -67,19 +74,11 @@ def test_ids_may_be_tensors(grad):
 
 
 def test_a_missing_text_is_none_wherever_it_is_missing(tmp_path, tokenizer):
-    texts = ["A river.", None, "A fox."]
+    texts = [None, "A river.", None, "A fox."]
     pd.DataFrame({"text": texts}).to_parquet(tmp_path / "t.parquet")
     pd.DataFrame({"text": texts}).to_json(tmp_path / "t.jsonl", orient="records", lines=True)
-    found = [
-        [ids.tolist() for ids, _ in load_tokens(data, tokenizer, 4).contexts(0)]
-        for data in (
-            tmp_path / "t.parquet",
-            tmp_path / "t.jsonl",
-            texts,
-            [{"text": text} for text in texts],
-            texts[::2],
-        )
-    ]
+    given = [tmp_path / "t.parquet", tmp_path / "t.jsonl", texts, [{"text": text} for text in texts], texts[1::2]]
+    found = [[ids.tolist() for ids, _ in load_tokens(data, tokenizer, 4).contexts(0)] for data in given]
     assert found == found[:1] * 5
 
 
@@ -90,6 +89,7 @@ def test_a_missing_text_is_none_wherever_it_is_missing(tmp_path, tokenizer):
         (("sample", {"revision": "main"}), "only a data set on the hub has revisions"),
         ((["A fox."], {"revision": "main"}), "only a data set on the hub has revisions; leave 'main' out"),
         (("ids.npy", {"exclude": {"A fox."}}), "ids.npy holds token ids, of which no texts can be left out"),
+        ((IDS, {"exclude": {"A fox."}}), "these are token ids, of which no texts can be left out"),
     ],
 )  # fmt: skip
 def test_what_no_tokens_come_of_is_said(given, message, tokenizer, tmp_path, monkeypatch):

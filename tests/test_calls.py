@@ -1,10 +1,12 @@
 """A norm that is called several times in a pass, not always on hidden states: which of its calls is measured."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from oracle import degrees
 from torch import nn
 from torch.nn import functional
@@ -117,6 +119,33 @@ def test_another_number_of_calls_is_refused(how):
     both = find_sites(model, {"input_ids": torch.from_numpy(IDS)})
     assert [site.call for site in both] == [0, 1]
     assert observe(model, IDS, [Sizes()], sites=both) == 32
+
+
+class Again(transformers.GPT2LMHeadModel):
+    """Its head normalizes what the model without it gives once more."""
+
+    def forward(self, input_ids=None, **_):
+        return {"logits": self.lm_head(self.transformer.ln_f(self.transformer(input_ids)[0] + 3))}
+
+
+def test_a_norm_that_a_head_calls_again_is_measured_there_too():
+    config = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": D, "n_layer": 1, "n_head": 2}
+    model = Again(transformers.GPT2Config(**config)).eval()
+    frame = measure_angles(model, IDS, null=0, sites="*ln_f*", name="m", progress=False).frame
+    rows = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    assert [*rows.site] == ["transformer.ln_f", "transformer.ln_f@1"]
+    base = measure_angles(model.transformer, IDS, null=0, sites="ln_f", name="m", progress=False).frame
+    assert rows.mean_deg.iloc[0] == base[(base.phase == "pre") & (base.direction == "uniform")].mean_deg.iloc[0]
+    assert rows.mean_deg.iloc[1] < 60 < rows.mean_deg.iloc[0]
+
+
+def test_sites_that_do_not_say_how_many_calls_there_were_are_taken():
+    """As those of older stores."""
+    model = wrap(Sums(lambda: Adding(D)).eval(), "embedding")
+    (site,) = find_sites(model)
+    old = replace(site, calls=0)
+    found = [measure_angles(model, IDS, null=0, sites=[s], name="m", progress=False).frame for s in (site, old)]
+    assert found[0].equals(found[1])
 
 
 def test_conversion_looks_at_that_call():

@@ -11,6 +11,7 @@ from normgeo import convert, find_sites, wrap
 D = 32
 IDS = torch.from_numpy(np.random.default_rng(0).integers(0, 96, (3, 10)))
 
+EXPECTED = [("attention", 0), ("mlp", 0), ("attention", 1), ("mlp", 1), ("final", 2)]
 MODULATED = {
     "operators": lambda x, shift, scale: x * (1 + scale) + shift,
     "addcmul": lambda x, shift, scale: torch.addcmul(shift, x, 1 + scale),
@@ -92,8 +93,31 @@ def roles(model):
 )
 @pytest.mark.parametrize("how", list(MODULATED))
 def test_a_modulated_norm_is_read_by_what_reads_the_modulation(how, norms):
-    expected = [("attention", 0), ("mlp", 0), ("attention", 1), ("mlp", 1), ("final", 2)]
-    assert roles(conditioned(how, norms)) == expected
+    assert roles(conditioned(how, norms)) == EXPECTED
+
+
+class Inline(nn.Module):
+    """Its attention is no module of its own, and its first norm is of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.condition = norm(), norm(), nn.Linear(D, 4 * D)
+        self.mix, self.out, self.up, self.down = (
+            nn.Linear(D, 3 * D),
+            nn.Linear(D, D),
+            nn.Linear(D, 64),
+            nn.Linear(64, D),
+        )
+
+    def forward(self, x, c):
+        a, b, d, e = self.condition(c)[:, None].chunk(4, -1)
+        q, k, v = self.mix(self.first(x) * (1 + a) + b).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.second(x) * (1 + d) + e)))
+
+
+def test_a_norm_of_what_a_layer_is_given_is_not_inside_a_branch():
+    assert roles(wrap(Text(Inline(), Inline()).eval())) == EXPECTED
 
 
 def test_a_gated_norm_of_a_branch_is_of_the_branch():

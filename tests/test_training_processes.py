@@ -90,10 +90,21 @@ def test_directories_that_only_look_alike_are_refused(tmp_path):
         assert "have another out: " in " ".join(process.stderr.split())
 
 
+def test_another_norm_in_one_of_them_is_refused(tmp_path):
+    """Its parameters may be as many and as large, and its gradients are another model's."""
+    articles(tmp_path)
+    by_rank = "import os, sys; sys.argv[sys.argv.index('layernorm')] = os.environ['N' + os.environ['RANK']]\n" + NORMGEO
+    words = command(tmp_path, "out", "--norm", "layernorm", "--steps", 4)
+    for process in ranks(by_rank, *words, N0="layernorm", N1="pre-rmsnorm"):
+        assert process.ended().returncode == 1
+        assert "have another norm: layernorm and pre-rmsnorm; give" in " ".join(process.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("theirs", [None, "state-00000002 (1)"])
 def test_another_state_in_one_of_them_is_refused(theirs, monkeypatch, tmp_path):
     trained("rmsnorm", small(steps=4, save_every=2), tmp_path)
-    monkeypatch.setattr(accelerators, "gather_object", lambda told: [*told, {"state": theirs}])
+    monkeypatch.setattr(accelerators, "gather_object", lambda told: [*told, told[0] | {"state": theirs}])
     with pytest.raises(
         NormGeoError, match=r"another state: state-00000004 .* has to be one directory that all of them"
     ):
@@ -144,6 +155,13 @@ def test_a_state_of_another_step_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 3}))
     with pytest.raises(RunError, match=r"state-00000004 is damaged.*it is of step 3 and has a curve of 4 steps"):
         trained("rmsnorm", recipe, tmp_path)
+
+
+def test_a_state_without_its_record_is_refused(tmp_path):
+    trained("rmsnorm", small(steps=4, save_every=2), tmp_path)
+    (tmp_path / "state-00000004/state.json").unlink()
+    with pytest.raises(RunError, match=r"state-00000004 is damaged, .* remove it, and the run starts"):
+        trained("rmsnorm", small(steps=4, save_every=2), tmp_path)
 
 
 def test_weights_that_are_not_those_that_were_written_are_not_measured(tmp_path, no_figures):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "file_digest", "is_full", "on_the_way",
-    "read_table",
-    "unreadable", "unwritable", "write_json", "write_table", "write_whole",
+    "read_table", "unreadable", "unwritable", "write_json", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL = ".partial"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import accelerate
@@ -71,15 +72,15 @@ def by_first(do: Callable[[], T]) -> T | None:
     Raises:
         SystemExit: in the others, silently, where the first failed; it says why itself.
     """
-    result, error = None, None
+    result = None
     if accelerate.PartialState().is_main_process:
         try:
             result = do()
-        except NormGeoError as raised:
-            error = raised
-    failed: list[Any] = broadcast_object_list([error is not None])
-    if error is not None:
-        raise error
+        except BaseException:
+            with suppress(RuntimeError):  # nobody listens, and what went wrong is to be said
+                broadcast_object_list([True])
+            raise
+    failed: list[Any] = broadcast_object_list([False])
     if failed[0]:
         raise SystemExit(1)
     return result

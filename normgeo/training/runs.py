@@ -113,7 +113,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
     _check(config)
     start_accelerator(recipe, config.device)
     given = _prepared(config, recipe, None)
-    check_agreed({"out": str(out.absolute()), **asdict(recipe), **given.about()}, SAME)
+    check_agreed({"out": str(out.absolute()), "norm": config.norm, **asdict(recipe), **given.about()}, SAME)
     with ExitStack() as stack:
         by_first(lambda: stack.enter_context(alone(out)))
         # by a run that came and went while this one prepared its data
@@ -159,7 +159,7 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
         by_first(lambda: stack.enter_context(alone(out)))
         given = _prepared(config, recipe, _stored(out, config), record.get("data_revision"))
         found = given.about()
-        check_agreed({"out": str(out.absolute()), **asdict(recipe), **found}, SAME)
+        check_agreed({"out": str(out.absolute()), "norm": config.norm, **asdict(recipe), **found}, SAME)
         if "tokenizer_sha256" in record:  # runs of older versions have none
             found["tokenizer_sha256"] = _tokenizer_digest(out)
         for key, now in found.items():

@@ -24,7 +24,7 @@ from normgeo.system.files import file_digest, unreadable
 from normgeo.system.folders import whole_directory
 
 __all__ = [
-    "check_weights", "checkpoint_path", "latest_state", "load_state", "save_state", "step_of", "weights_in",
+    "check_weights", "checkpoint_path", "latest_state", "load_state", "named", "save_state", "step_of", "weights_in",
 ]  # fmt: skip
 
 AFRESH = "remove it, and the run starts from its beginning"
@@ -74,6 +74,18 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def step_of(state: Path) -> int:
     """The step that a state is of, by its name."""
     return int(state.name.removeprefix("state-"))
+
+
+def named(state: Path) -> str:
+    """A state's name, with what tells it from another of that name.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    try:
+        return f"{state.name} ({file_digest(state / 'state.json')[:8]})"
+    except OSError as error:
+        raise unreadable(state, error, AFRESH) from error
 
 
 def weights_in(folder: Path) -> str:

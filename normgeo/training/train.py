@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import memory_explained
-from normgeo.system.files import file_digest, unreadable, write_json
+from normgeo.system.files import unreadable, write_json
 from normgeo.system.folders import whole_directory
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenStream
@@ -50,6 +50,7 @@ from normgeo.training.state import (
     checkpoint_path,
     latest_state,
     load_state,
+    named,
     save_state,
     step_of,
     weights_in,
@@ -109,9 +110,11 @@ class Trainer:
         self.step = 0
         self.rows: list[tuple[float, ...]] = []
         state = None if folder is None else latest_state(folder)
-        if folder is not None:
-            found = None if state is None else f"{state.name} ({file_digest(state / 'state.json')[:8]})"
-            check_agreed({"state": found}, f"{folder} has to be one directory that all of them see")
+        found = {"state": None if state is None else named(state)}
+        hint = (
+            "give all of them the same" if folder is None else f"{folder} has to be one directory that all of them see"
+        )
+        check_agreed(self._identity() | found, hint)
         if state is None:
             corpus.seek()  # another twin may have been trained on it
         else:
@@ -341,7 +344,7 @@ class Trainer:
                 self.accelerator.scaler.load_state_dict(about["scaler"])
             self.corpus.seek(about["data"])
             self.step, self.rows = int(about["step"]), [tuple(row) for row in tensors["curve"].tolist()]
-            if not self.step == len(self.rows) == step_of(path):
+            if self.step != step_of(path) or len(self.rows) > self.step:
                 raise ValueError(f"it is of step {self.step} and has a curve of {len(self.rows)} steps")
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(path, error, AFRESH) from error
