@@ -136,7 +136,8 @@ def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, li
             verdicts[call.name] = behaviour_of(modules[call.name], call.inputs[0].shape, call.inputs[0].dtype)
         if (behaviour := verdicts[call.name]) is not None:
             found.append((call, behaviour))
-    functions = _functions(model, trace, {call for call, _ in found}, max(len(value) for value in inputs.values()))
+    batch = max((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), default=1)
+    functions = _functions(model, trace, {call for call, _ in found}, batch)
     trace.calls = sorted([*trace.calls, *(call for call, _ in functions)], key=lambda c: c.began)
     return trace, sorted([*found, *functions], key=lambda pair: pair[0].began)
 

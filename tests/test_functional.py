@@ -342,3 +342,17 @@ def test_calls_that_are_no_norms_of_tokens_are_counted_but_not_measured():
 def test_a_key_chooses_one_call(pattern, roles):
     frame = measure_angles(written("rms"), IDS, null=0, sites=pattern, name="m", progress=False).frame
     assert [*frame.role.unique()] == roles
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(VOCABULARY, D), nn.LayerNorm(D)
+
+    def forward(self, ids, scale=None, loud=False):
+        return self.norm(self.table(ids) * (1 if scale is None else scale))
+
+
+def test_inputs_may_be_numbers(untyped):
+    inputs = {"input_ids": torch.from_numpy(IDS), "scale": torch.tensor(2.0), "loud": True}
+    assert [site.name for site in find_sites(wrap(Scaled().eval()), inputs)] == ["module.norm"]
