@@ -41,7 +41,7 @@ from normgeo.training.accelerators import (
     ready,
     start_accelerator,
     whole_tensor,
-)  # fmt: skip
+)
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
 from normgeo.training.recipe import Recipe, is_kept, learning_rate, mixed
@@ -54,7 +54,7 @@ from normgeo.training.state import (
     save_state,
     step_of,
     weights_in,
-)  # fmt: skip
+)
 from normgeo.training.twins import adamw, build_twin, evaluate, save_twin
 
 __all__ = ["Trainer", "train"]
