@@ -102,8 +102,14 @@ def role_words(stack: str, role: str, several: bool) -> list[str]:
 
 
 def short_name(site: str) -> str:
-    """What a norm is called in its layer."""
-    return site.partition("@")[0].rpartition(".")[2]
+    """What a norm is called in its layer: a function with which call it is, for all that a module calls go by its name.
+
+    >>> short_name("h.0.attn.rms_norm()@1"), short_name("albert.layer.0.norm@1")
+    ('rms_norm()@1', 'norm')
+    """
+    name, at, call = site.partition("@")
+    short = name.rpartition(".")[2]
+    return f"{short}{at}{call}" if short.endswith("()") else short
 
 
 @styled
