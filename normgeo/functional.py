@@ -14,13 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FUNCTIONS", "FunctionNorm", "function_name", "function_norm", "function_of", "watched"]
+__all__ = ["TORCHS", "FunctionNorm", "function_name", "function_norm", "function_of", "watched"]
 
 FUNCTIONS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
 """torch's norms, and their parameters in order."""
+
+TORCHS: dict[Any, str] = {
+    getattr(where, name): name for where in (nn.functional, torch, torch.ops.aten) for name in FUNCTIONS
+}
+"""What is called where one of them is; libraries have functions of the same names, with other parameters."""
 
 
 class FunctionNorm(nn.Module):
@@ -79,8 +84,8 @@ class _Intercepting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function gives."""
-        kwargs, function = kwargs or {}, getattr(func, "__name__", "")
-        if function not in FUNCTIONS or not self.running:
+        kwargs, function = kwargs or {}, TORCHS.get(func)
+        if function is None or not self.running:
             return func(*args, **kwargs)
         hooks, found = self.hooks.get(function_name(self.running[-1], function)), function_norm(function, args, kwargs)
         if hooks is None or found is None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError
-from normgeo.functional import FUNCTIONS, FunctionNorm, function_name, function_norm
+from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm
 from normgeo.models import default_dtype, uncompiled
 
 __all__ = ["Call", "Function", "Trace", "evaluating", "is_leaf", "traced"]
@@ -209,8 +209,8 @@ class _Functions(TorchFunctionMode):
                 owner.scored, owner.by_torch = next(self.clock), name in ATTENTION
                 if name == "multi_head_attention_forward":
                     owner.crosses = self._given(_storage(args[2]), owner)
-        elif self.running and name in FUNCTIONS:
-            self._norm(name, out, function_norm(name, args, kwargs))
+        elif self.running and func in TORCHS:
+            self._norm(TORCHS[func], out, function_norm(TORCHS[func], args, kwargs))
         elif self.running and isinstance(out, Tensor):
             self._written(name, [x for x in args if isinstance(x, Tensor) and x.numel() == out.numel()], out)
         return out

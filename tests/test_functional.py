@@ -356,3 +356,25 @@ class Scaled(nn.Module):
 def test_inputs_may_be_numbers(untyped):
     inputs = {"input_ids": torch.from_numpy(IDS), "scale": torch.tensor(2.0), "loud": True}
     assert [site.name for site in find_sites(wrap(Scaled().eval()), inputs)] == ["module.norm"]
+
+
+@torch.library.custom_op("normgeo_tests::rms_norm", mutates_args=())
+def others(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), None, eps)
+
+
+class Libraries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.up = nn.Embedding(VOCABULARY, D), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        x = x + self.up(torch.ops.normgeo_tests.rms_norm(x, 1e-6))
+        return self.norm(x + torch.ops.aten.rms_norm(x, [D]))
+
+
+def test_a_librarys_function_of_the_same_name_is_not_torchs():
+    model = wrap(Libraries().eval())
+    assert [site.key for site in find_sites(model)] == ["module.rms_norm()", "module.norm"]
+    assert len(measure_angles(model, IDS, null=0, name="m", progress=False).frame.site.unique()) == 2
