@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ import matplotlib.figure
 import pandas as pd
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from analyses import _axes
@@ -32,6 +31,7 @@ from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.probing import float64_copy, outputs_of
 from normgeo.conversion.reaching import reaching_inputs
 from normgeo.errors import NormGeoError
+from normgeo.functional import watched
 from normgeo.models import default_dtype
 from normgeo.sites import NormSite, find_sites
 
@@ -155,7 +155,7 @@ def family(model: PreTrainedModel, inputs: dict[str, Tensor], sites: list[NormSi
     """Which family the LayerNorms inside the layers make an architecture part of; see the module."""
     main = [site for site in sites if site.role not in SIDE]
     layernorms = [site for site in main if site.kind == "layernorm"]
-    inside = {site.name for site in layernorms if site.role not in ("embedding", "final")}
+    inside = [site for site in layernorms if site.role not in ("embedding", "final")]
     if not layernorms:
         return "rmsnorm" if main else "none"
     if not inside:
@@ -163,35 +163,29 @@ def family(model: PreTrainedModel, inputs: dict[str, Tensor], sites: list[NormSi
     try:
         past = [share > PAST for share in shares_past(model, inputs, inside)]
     except RuntimeError:  # no gradient can be had: by the order of calls then
-        past = [not site.role.startswith("post_") for site in layernorms if site.name in inside]
+        past = [not site.role.startswith("post_") for site in inside]
     return "pre-ln" if all(past) else "mixed" if any(past) else "post-ln"
 
 
-def shares_past(model: PreTrainedModel, inputs: dict[str, Tensor], names: set[str]) -> list[float]:
-    """For each call of these norms: the share of its input's gradient that does not come through the norm."""
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if args and isinstance(args[0], Tensor):
-            calls.append((module, args[0], output))
-
-    with ExitStack() as hooks, torch.enable_grad():
-        for name in names:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(after))
+def shares_past(model: PreTrainedModel, inputs: dict[str, Tensor], sites: list[NormSite]) -> list[float]:
+    """For each of these norms: the share of its input's gradient that does not come through the norm."""
+    given: dict[str, tuple[list[Tensor], list[Tensor]]] = {site.name: ([], []) for site in sites}
+    with watched(model, {name: (xs.append, ys.append) for name, (xs, ys) in given.items()}), torch.enable_grad():
         outputs = outputs_of(model.requires_grad_(True), inputs)
+    calls = [(site.module_of(model), *(tensors[site.call] for tensors in given[site.name])) for site in sites]
     generator = torch.Generator().manual_seed(0)
     seen = torch.stack([(o * torch.randn(o.shape, generator=generator)).sum() for o in outputs]).sum()
     whole = [_owner(x) for _, x, _ in calls]
     grads = torch.autograd.grad(seen, [*whole, *(y for _, _, y in calls)], allow_unused=True)
     shares = []
-    for (module, x, _), owner, total, dy in zip(calls, whole, grads[: len(calls)], grads[len(calls) :], strict=True):
+    for (norm, x, _), owner, total, dy in zip(calls, whole, grads[: len(calls)], grads[len(calls) :], strict=True):
         if total is None or dy is None or not total.norm() > 0:
             continue
         if owner is not x:
             total = total.contiguous().as_strided(x.shape, x.stride(), x.storage_offset())
         x = x.detach().requires_grad_(True)
         with torch.enable_grad():
-            (through,) = torch.autograd.grad(module(x), x, dy)
+            (through,) = torch.autograd.grad(norm(x), x, dy)
         shares.append(((total - through).norm() / total.norm()).item())
     return shares
 

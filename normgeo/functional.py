@@ -1,7 +1,7 @@
 """Norms that are no modules: torch's `layer_norm` and `rms_norm`, called in the code of one.
 
-Such a norm goes by the name of the module whose code calls it and of the function, as `transformer.h.0.rms_norm()`. It
-is measured where it has no gains; those of one that has are told by nothing that a name leads to.
+Such a norm goes by the name of the module whose code calls it and of the function, as `transformer.h.0.rms_norm()`. Its
+gamma and beta are parameters of some module, or it has none; one whose gains are computed is not measured.
 """
 
 from __future__ import annotations
@@ -29,22 +29,31 @@ TORCHS: dict[Any, str] = {
 
 
 class FunctionNorm(nn.Module):
-    """A call of torch's `layer_norm` or `rms_norm` without gains, as a module.
+    """A call of torch's `layer_norm` or `rms_norm`, as a module.
 
     Args:
         function: its name.
         d: width of the vectors.
         eps: None for torch's own, which is that of the input's dtype.
+        weight, bias: gamma and beta; None where it has none.
     """
 
-    def __init__(self, function: str, d: int, eps: float | None) -> None:
+    def __init__(
+        self,
+        function: str,
+        d: int,
+        eps: float | None,
+        weight: nn.Parameter | None = None,
+        bias: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
-        self.function, self.d, self.eps = function, d, eps
+        self.function, self.d, self.eps, self.weight, self.bias = function, d, eps, weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """What the function gives."""
-        options = {} if self.eps is None else {"eps": self.eps}
-        return getattr(nn.functional, self.function)(x, (self.d,), **options)
+        options = {"weight": self.weight, "bias": self.bias, "eps": self.eps}
+        given = {name: value for name, value in options.items() if value is not None}
+        return getattr(nn.functional, self.function)(x, (self.d,), **given)
 
 
 _Found = tuple[Tensor, FunctionNorm]
@@ -62,14 +71,15 @@ def function_of(name: str) -> tuple[str, str] | None:
 
 
 def function_norm(function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Found | None:
-    """The input of a call of torch's norm, and the norm; None where it has gains, or is over several axes."""
+    """The input of a call of torch's norm, and the norm; None where gains are no parameters, or it has several axes."""
     given = dict(zip(FUNCTIONS[function], args, strict=False)) | dict(kwargs)
     shape = given["normalized_shape"]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if len(shape) != 1 or given.get("weight") is not None or given.get("bias") is not None:
+    weight, bias = given.get("weight"), given.get("bias")
+    if len(shape) != 1 or any(gain is not None and not isinstance(gain, nn.Parameter) for gain in (weight, bias)):
         return None
     eps = given.get("eps", 1e-5 if function == "layer_norm" else None)
-    return given["input"], FunctionNorm(function, shape[0], eps)
+    return given["input"], FunctionNorm(function, shape[0], eps, weight, bias)
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]

@@ -2,8 +2,8 @@
 
 No list of class names is involved. A module is a norm when its output is gamma * y + beta with y the LayerNorm or the
 RMSNorm of its input (*Geometry* eq. 9 and 11; *Pre-RMSNorm* eq. 1 and 2), which three probes with random vectors
-decide; and so is a call of torch's `layer_norm` or `rms_norm` in the code of a module, where it has no gains. Where it
-sits is read off one forward pass on a few tokens (`normgeo.roles`).
+decide; and so is a call of torch's `layer_norm` or `rms_norm` in the code of a module. Where it sits is read off one
+forward pass on a few tokens (`normgeo.roles`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class NormSite:
             where an older version wrote it down and did not say.
         dtype: of the vectors, as torch names it.
         time_major: whether its input is laid out [time, batch, d].
+        gain_name, bias_name: of a norm that is a function, the names of the parameters that are its gamma and beta.
     """
 
     name: str
@@ -66,6 +67,8 @@ class NormSite:
     dtype: str = "float32"
     time_major: bool = False
     calls: int = 0
+    gain_name: str = ""
+    bias_name: str = ""
 
     @property
     def key(self) -> str:
@@ -86,15 +89,18 @@ class NormSite:
     def module_of(self, model: nn.Module) -> nn.Module:
         """The module in a model, or one that does what the function does."""
         function = function_of(self.name)
-        return model.get_submodule(self.name) if function is None else FunctionNorm(function[1], self.d, self.eps)
+        if function is None:
+            return model.get_submodule(self.name)
+        gains = (model.get_parameter(name) if name else None for name in (self.gain_name, self.bias_name))
+        return FunctionNorm(function[1], self.d, self.eps, *gains)
 
 
 @on_cpu
 def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, *, qk: bool = False) -> list[NormSite]:
     """Find every norm that the model calls, in the order of the forward pass.
 
-    Warns of norms in the code of a module that cannot be measured: torch's with gains, and those that are written out,
-    which are known by vectors that become as long as each other.
+    Warns of norms in the code of a module that cannot be measured: torch's whose gains are computed, and those that are
+    written out, which are known by vectors that become as long as each other.
 
     Args:
         model: any transformers model.
@@ -116,7 +122,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     if not found:
         hint = "; it is compressed, decompress it (normgeo convert --to rmsnorm)" if is_compressed(model) else ""
         raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
-    sites = _placed(found, trace, _bases(model), made.get("input_ids"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    sites = _placed(found, trace, _bases(model), names, made.get("input_ids"))
     return [site for site in sites if qk or site.role != "qk"]
 
 
@@ -145,8 +152,9 @@ def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, li
 def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call], batch: int) -> list[tuple[Call, Behaviour]]:
     """The calls of functions that are norms, but for those in modules that are norms; `batch` sequences went in."""
     found, others = list[tuple[Call, Behaviour]](), dict[str, None]()
+    own = {id(parameter) for parameter in model.parameters()}
     for function in (f for f in trace.functions if f.owner not in norms):
-        if function.norm is not None:
+        if function.norm is not None and own.issuperset(map(id, function.norm.parameters())):
             x = function.call.inputs[0]
             behaviour = behaviour_of(function.norm, x.shape, x.dtype) if _could_be_a_norm(function.call) else None
             if behaviour is not None:
@@ -157,7 +165,7 @@ def _functions(model: PreTrainedModel, trace: Trace, norms: set[Call], batch: in
         names = ", ".join([*others][:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         warnings.warn(
             f"{type(model).__name__} seems to normalize in the code of {names}, which is not measured: a norm has to "
-            "be a module that does nothing else, or torch's function without gains", stacklevel=5,
+            "be a module that does nothing else, or torch's function, given parameters or no gains", stacklevel=5,
         )  # fmt: skip
     return found
 
@@ -200,11 +208,16 @@ def _could_be_a_norm(call: Call, *parameters: nn.Parameter) -> bool:
 
 
 def _placed(
-    found: list[tuple[Call, Behaviour]], trace: Trace, bases: list[tuple[str, str]], ids: Tensor | None
+    found: list[tuple[Call, Behaviour]],
+    trace: Trace,
+    bases: list[tuple[str, str]],
+    names: dict[int, str],
+    ids: Tensor | None,
 ) -> list[NormSite]:
     """Give every norm its layer and role from the order of calls and from who reads its output."""
     n_tokens = None if ids is None else ids.numel()
     placer, numbers = Placer([call for call, _ in found], trace), trace.numbered()
+    functions = {function.call: function.norm for function in trace.functions}
     sites = []
     for call, behaviour in found:
         role, stack, layer = placer.place(call)
@@ -221,10 +234,15 @@ def _placed(
                 call.name, behaviour.kind, role, layer, stack, d, behaviour.eps,
                 behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads),
                 numbers[call][0], str(call.inputs[0].dtype).removeprefix("torch."), _is_time_major(call.inputs[0], ids),
-                numbers[call][1],
+                numbers[call][1], *_named(functions.get(call), names),
             )
         )  # fmt: skip
     return sites
+
+
+def _named(norm: FunctionNorm | None, names: dict[int, str]) -> tuple[str, str]:
+    """The names of gamma and beta of a norm that is a function."""
+    return ("", "") if norm is None else (names.get(id(norm.weight), ""), names.get(id(norm.bias), ""))
 
 
 def _is_square(x: Tensor) -> bool:

@@ -80,7 +80,7 @@ class Function:
     Attributes:
         owner: the call of the module.
         call: of torch's function for it, or of the last that it is written out with; as if that were a module's.
-        norm: what it does; None where that does not show: it has gains, or is written out.
+        norm: what it does; None where that does not show: its gains are computed, or it is written out.
     """
 
     owner: Call

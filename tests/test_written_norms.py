@@ -15,9 +15,9 @@ def mean_square(x):
 
 
 WRITTEN = {
-    "layer_norm": lambda x, gain: functional.layer_norm(x, (D,), gain),
-    "layer_norm, shifted": lambda x, gain: functional.layer_norm(x, (D,), bias=gain),
-    "rms_norm": lambda x, gain: torch.rms_norm(x, (D,), gain, 1e-6),
+    "layer_norm": lambda x, gain: functional.layer_norm(x, (D,), 1 + gain),
+    "layer_norm, shifted": lambda x, gain: functional.layer_norm(x, (D,), bias=2 * gain),
+    "rms_norm": lambda x, gain: torch.rms_norm(x, (D,), 1 + gain, 1e-6),
     "rsqrt": lambda x, gain: gain * (x * torch.rsqrt(mean_square(x) + 1e-6)),
     "sqrt": lambda x, gain: x / torch.sqrt(mean_square(x)) * gain,
     "1 / sqrt": lambda x, gain: x * (1 / mean_square(x).sqrt()),

@@ -158,16 +158,18 @@ def _converted(
     replace_norms(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
+    functions = _functions(gauge)  # of a compressed stream or of something else, which only the outputs tell
     if to == "crmsnorm":
-        if kept:
-            raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(kept))
-        compress(exact, gauge, inputs, recipe, padded=padded)
+        if modules := {key: why for key, why in kept.items() if key not in functions}:
+            raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(modules))
+        with _narrower_explained(functions, padded):
+            compress(exact, gauge, inputs, recipe, padded=padded)
     converted = _in_dtype(model, exact, recipe, keep_tie)
     as_saved = _in_dtype(float64_copy(model, tied=True), exact, recipe, keep_tie)
     recentered = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(recentered)}
     compared = inputs, *certificate_inputs(model)
-    with _widths_explained(to, padded):
+    with _narrower_explained(functions, padded) if to == "crmsnorm" else contextlib.nullcontext():
         certificate = certify(
             float64_copy(model), as_saved, model, converted, compared,
             site_mean=max(means.get(site.name, 0.0) for site in chosen), counts=counts,
@@ -179,6 +181,7 @@ def _converted(
             warnings.warn(f"the naive swap still subtracts a mean at {_listed(kept)}", stacklevel=3)
     elif not certificate.passed:
         hint = f"; inputs= did not reach {listed(gauge.unreached)}" if gauge.unreached else ""
+        hint += f"; kept: {_listed(functions)}" if functions else ""
         raise ConversionError(
             f"the conversion is not equal to its original: relative error {certificate.error_rel:.1e} in float64, "
             f"allowed {certificate.tolerance:.0e}; nothing was converted{hint}"
@@ -239,12 +242,16 @@ def decompress(model: PreTrainedModel) -> Conversion:
 
 
 @contextlib.contextmanager
-def _widths_explained(to: str, padded: bool) -> Iterator[None]:
+def _narrower_explained(functions: dict[str, str], padded: bool) -> Iterator[None]:
+    """Why a model may fail once its stream is narrower."""
     try:
         yield
-    except ModelError as error:  # kernels that need aligned rows, which float64 does without
-        if to != "crmsnorm" or padded:
+    except (ModelError, ConversionError) as error:
+        if functions:
+            raise ConversionError(f"{error}; kept: {_listed(functions)}") from error
+        if padded or isinstance(error, ConversionError):
             raise
+        # kernels that need aligned rows, which float64 does without
         raise ConversionError(f"{error}; the width may be why: compress with padded=True") from error
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
 from normgeo.errors import ModelError, NormGeoError
+from normgeo.functional import watched
 from normgeo.models import copied, default_dtype, seeded, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite
@@ -252,17 +253,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[str, list[Tensor]]]:
     """While inside, collects what each site is given, by the site's name, a tensor a call."""
     taken: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    modules = dict(model.named_modules())
-
-    def hook(name: str) -> Any:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            taken[name].append(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
-
-        return before
-
-    with ExitStack() as hooks:
-        for name in taken:
-            hooks.enter_context(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
+    with watched(model, {name: (inputs.append, lambda _: None) for name, inputs in taken.items()}):
         yield taken
 
 
