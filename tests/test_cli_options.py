@@ -13,6 +13,7 @@ from normgeo.bench import store as store_bench
 from normgeo.comparison import compare as comparison
 from normgeo.conversion import runs as conversion_runs
 from normgeo.errors import ModelError, NormGeoError
+from normgeo.hub import FORM
 from normgeo.store import capture as capturing
 from normgeo.store import scan
 from normgeo.store.capture import CaptureConfig
@@ -152,3 +153,9 @@ def test_models_of_benchmarks_may_bring_their_code(monkeypatch, normgeo):
     assert asked == [OF_A_MODEL] * 4
     for command in (("inference", "vit-tiny"), ("train", "--sizes", "tiny"), ("train", "--sizes", "vit-tiny")):
         assert "is made up, and has no revision 'main'" in normgeo("bench", *command, *NAMED)[2]
+
+
+def test_brackets_in_help_are_shown(normgeo):
+    for command in ("angles", "capture", "compare"):
+        shown = "".join(normgeo(command, "--help")[1].replace("│", "").split())
+        assert FORM.partition("[:")[0] in shown

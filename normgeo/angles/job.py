@@ -153,8 +153,8 @@ def prepare(
     device = usable_device(config.device)
     trust = config.trust_remote_code
     model = made(load_model(
-        name, dtype=pick_dtype(config.dtype, device), device=device, device_map=config.device_map,
-        revision=config.revision, trust_remote_code=trust,
+        name, dtype=config.dtype, device=device, device_map=config.device_map, revision=config.revision,
+        trust_remote_code=trust,
     ))  # fmt: skip
     tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     is_ids = holds_ids(config.source)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from normgeo.cli.app import app, console, note, quiet, resumable, warn
-from normgeo.cli.options import Knowing, Trusting, refuse_beside
+from normgeo.cli.options import Batch, Data, Device, DeviceMap, Dtype, Qk, Tokens, Trusting, refuse_beside
 from normgeo.errors import NormGeoError
 
 if TYPE_CHECKING:
@@ -20,32 +20,22 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@app.command(cls=Knowing)
+@app.command()
 def angles(
+    given: typer.Context,
     models: Annotated[
         list[str] | None,
         typer.Argument(help="Hub ids or local directories; default: the embedded pair.", metavar="MODEL"),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="sample, wikipedia, openwebtext; ORG/NAME[@CONFIGURATION[@SPLIT]] on the hub; or a path: .jsonl, "
-            ".txt, .parquet, a directory ... of text, .npy of ids. With :COLUMN behind it where that is not 'text'."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")
-    ] = None,
+    data: Data = None,
+    tokens: Tokens = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="auto, float64, float32, bfloat16, float16.", show_default="float32 on CPU, else auto"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
+    batch: Batch = 8,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
     null: Annotated[
         int | None,
         typer.Option(help="Random directions in the null ensemble.", show_default="256, or the store's"),
@@ -58,7 +48,7 @@ def angles(
         int | None, typer.Option(help="Seed of the random directions.", show_default="0, or the store's")
     ] = None,
     sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
-    qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
+    qk: Qk = False,
     keep: Annotated[
         str | None, typer.Option(help="scalars or none.", show_default="scalars for runs up to 2M tokens")
     ] = None,
@@ -88,7 +78,7 @@ def angles(
     if store is not None:
         from normgeo.store.scan import run_from_store
 
-        refuse_beside("--store", "--null", "--null-every", "--seed", "--sites", "--keep", "--scheduler", "--out")
+        refuse_beside(given, "--store", "--null", "--null-every", "--seed", "--sites", "--keep", "--scheduler", "--out")
         table, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, keep=keep, scheduler=scheduler,
             announce=note,
@@ -98,7 +88,7 @@ def angles(
     if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
     if resume is not None:
-        refuse_beside("--resume", "--trust-remote-code")
+        refuse_beside(given, "--resume", "--trust-remote-code")
         options = {"trust_remote_code": trust_remote_code, "announce": note}
         with _resumable(resume, trust_remote_code):
             steps = checkpoint_angles.resume_checkpoints(resume, **options)
@@ -116,7 +106,7 @@ def angles(
     )  # fmt: skip
     if checkpoints:
         refuse_beside(
-            "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
+            given, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
         )  # fmt: skip
         with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where, trust_remote_code):

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from normgeo.cli.app import bench_app, console, note, quiet
-from normgeo.cli.options import Revision, Trusting
+from normgeo.cli.options import Batch, Device, Dtype, Revision, Trusting, words
 from normgeo.errors import NormGeoError
 from normgeo.system.files import check_file, write_table
 
@@ -18,18 +18,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def _words(text: str, option: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise NormGeoError(f"{option} takes one or more, comma-separated; received {text!r}")
-    return words
-
-
 def _numbers(text: str, option: str) -> list[int]:
-    words = _words(text, option)
-    if not all(word.isdecimal() and int(word) for word in words):
+    found = words(text, option)
+    if not all(word.isdecimal() and int(word) for word in found):
         raise NormGeoError(f"{option} takes whole numbers above 0, comma-separated; received {text!r}")
-    return [int(word) for word in words]
+    return [int(word) for word in found]
 
 
 def _time(seconds: float) -> float:
@@ -58,7 +51,7 @@ def bench_inference(
     variants: Annotated[str | None, typer.Option(help="Only these, comma-separated.", show_default="all")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of every variant, at most.", min=3)] = 100,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
     revision: Revision = None,
     trust_remote_code: Trusting = False,
@@ -74,7 +67,7 @@ def bench_inference(
     quiet()
     check_file(out)
     batches, lengths = _numbers(batch, "--batch"), _numbers(length, "--length")
-    dtypes, wanted = _words(dtype, "--dtype"), None if variants is None else _words(variants, "--variants")
+    dtypes, wanted = words(dtype, "--dtype"), None if variants is None else words(variants, "--variants")
     inference_bench.check_names(dtypes, variants=wanted or ())
     where, named = usable_device(device), {"revision": revision, "trust_remote_code": trust_remote_code}
     if compiled:
@@ -105,7 +98,7 @@ def bench_norms(
     beta: Annotated[bool, typer.Option(help="Of norms with a beta, as converted ones, or without.")] = True,
     rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
     seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet.")] = None,
 ) -> None:
@@ -114,9 +107,9 @@ def bench_norms(
 
     quiet()
     check_file(out)
-    wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in _words(shapes, "--shapes")]
+    wanted = norm_bench.SHAPES if shapes is None else [_shape(text) for text in words(shapes, "--shapes")]
     raw = norm_bench.bench_norms(
-        wanted, dtypes=_words(dtype, "--dtype"), backward=backward, beta=beta, device=device, rounds=rounds,
+        wanted, dtypes=words(dtype, "--dtype"), backward=backward, beta=beta, device=device, rounds=rounds,
         seconds=seconds, seed=seed,
     )  # fmt: skip
     _norms(norm_bench.norm_summary(raw))
@@ -130,8 +123,8 @@ def bench_stream(
     context: Annotated[int, typer.Option(help="Tokens the model sees together.", min=1)] = 256,
     batch: Annotated[int, typer.Option(help="Contexts that go through the model together.", min=1)] = 8,
     rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.", min=1)] = 7,
-    dtype: Annotated[str, typer.Option(help="What `angles` takes.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16, float16.")] = "float32",
+    device: Device = "cpu",
     revision: Revision = None,
     trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
@@ -139,13 +132,12 @@ def bench_stream(
     """Compare the base model's forward pass with ways of measuring its hidden states."""
     from normgeo.bench.stream import bench_stream
     from normgeo.loading import load_model, load_tokenizer
-    from normgeo.models import pick_dtype, usable_device
     from normgeo.tokens import load_tokens
 
     quiet()
     check_file(out)
-    where, named = usable_device(device or "cpu"), {"revision": revision, "trust_remote_code": trust_remote_code}
-    loaded = load_model(model, dtype=pick_dtype(dtype, where), device=where, **named)
+    named = {"revision": revision, "trust_remote_code": trust_remote_code}
+    loaded = load_model(model, dtype=dtype, device=device, **named)
     tokens = load_tokens(data, load_tokenizer(model, **named), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
@@ -165,12 +157,14 @@ def bench_store(
     model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
     folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
     data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
-    context: Annotated[int | None, typer.Option(help="Tokens the model sees together.")] = None,
-    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
+    ] = None,
+    batch: Batch = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
-    dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
+    dtype: Dtype = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
+    device: Device = "auto",
     revision: Revision = None,
     trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
@@ -215,7 +209,7 @@ def bench_train(
     vocabulary: Annotated[int, typer.Option(help="Tokens that there are.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
     precision: Annotated[str, typer.Option(help="Mixed precision: no or bf16.")] = "no",
-    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    device: Device = "cpu",
     revision: Revision = None,
     trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the raw times here, as .parquet, after every size.")] = None,
@@ -229,7 +223,7 @@ def bench_train(
     check_file(out)
     raw, options = [], {"batch": batch, "context": context, "vocabulary": vocabulary}
     named = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tasks = {size: training_bench.task_of(size, **options, **named) for size in _words(sizes, "--sizes")}
+    tasks = {size: training_bench.task_of(size, **options, **named) for size in words(sizes, "--sizes")}
     for size, task in tasks.items():
         times = training_bench.bench_training(task, rounds=rounds, precision=precision, device=device, progress=True)
         raw.append(times.assign(size=size))

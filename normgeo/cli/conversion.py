@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, warn
-from normgeo.cli.options import Knowing, Revision, Trusting, refuse_beside
+from normgeo.cli.options import Batch, Data, Device, Dtype, Null, Revision, Trusting, refuse_beside, words
 
 
-@app.command(cls=Knowing)
+@app.command()
 def convert(
+    given: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id or local directory.")],
     out: Annotated[Path, typer.Argument(help="A new directory for the converted checkpoint.")],
     to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
@@ -29,7 +30,9 @@ def convert(
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's own), float64, float32, bfloat16, float16.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.", show_default="the CPU")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.", show_default="cpu")
+    ] = None,
     keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
     padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
@@ -50,8 +53,8 @@ def convert(
 
     quiet()
     if by_shard:
-        refuse_beside("--by-shard", "model", "out", "--to", "--outputs", "--revision", "--trust-remote-code")
-    names = [name.strip() for name in outputs.split(",")] if outputs else []
+        refuse_beside(given, "--by-shard", "model", "out", "--to", "--outputs", "--revision", "--trust-remote-code")
+    names = words(outputs, "--outputs") if outputs else []
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
@@ -82,21 +85,19 @@ def compare(
         str | None,
         typer.Argument(metavar="B", help="The model to compare with it.", show_default="none, with --naive"),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="What `angles` takes.", show_default="sample for the pair, else wikipedia")
-    ] = None,
+    data: Data = None,
     tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens a model sees together.", show_default="up to 1024")
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Contexts that go through a model together.")] = 8,
+    batch: Batch = 8,
     naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.", show_default="runs/compare-<A>-<B>-<date>")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="What `angles` takes as --dtype.")] = None,
-    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    null: Null = 256,
     rounds: Annotated[int, typer.Option(help="Rounds of timing, every model once a round; 0 for none.")] = 7,
     seed: Annotated[int, typer.Option(help="Seed of random directions and of the order of timing.")] = 0,
     revision: Annotated[

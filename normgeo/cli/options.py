@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from normgeo.errors import NormGeoError
 
-__all__ = ["Knowing", "Revision", "Trusting", "refuse_beside"]
+__all__ = [
+    "Batch", "Data", "Device", "DeviceMap", "Dtype", "Null", "NullEvery", "Qk", "Revision", "Seed", "Tokens",
+    "Trusting", "refuse_beside", "words",
+]  # fmt: skip
 
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="sample, wikipedia, openwebtext; ORG/NAME[@CONFIGURATION\\[@SPLIT]] on the hub; or a path: .jsonl, "
+        ".txt, .parquet, a directory ... of text, .npy of ids. With :COLUMN behind it where that is not 'text'.",
+        show_default="sample for embedded models, else wikipedia",
+    ),
+]
+Tokens = Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")]
+Batch = Annotated[int, typer.Option(help="Contexts that go through the model together.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="auto, float64, float32, bfloat16, float16.", show_default="float32 on CPU, else auto"),
+]
+Device = Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")]
+DeviceMap = Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")]
+Null = Annotated[int, typer.Option(help="Random directions in the null ensemble.")]
+NullEvery = Annotated[int, typer.Option(help="The null ensemble meets about one token in so many.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
+Qk = Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")]
 Trusting = Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")]
 
-_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+
+def words(text: str, option: str) -> list[str]:
+    """What commas separate.
+
+    Raises:
+        NormGeoError: there is nothing.
+    """
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise NormGeoError(f"{option} takes one or more, comma-separated; received {text!r}")
+    return found
 
 
-class Knowing(TyperCommand):
-    """A command that knows which of its options were given, and which have their defaults."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Note what was given, and run."""
-        sources = [(parameter.opts[0], ctx.get_parameter_source(parameter.name)) for parameter in self.params]
-        _given.set(tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE"))
-        return super().invoke(ctx)
-
-
-def refuse_beside(option: str, *allowed: str) -> None:
-    """Refuse what was given to a `Knowing` command beside an option with which it would be ignored.
+def refuse_beside(given: typer.Context, option: str, *allowed: str) -> None:
+    """Refuse what was given beside an option with which it would be ignored.
 
     Args:
+        given: of the command.
         option: the option.
         allowed: options, and arguments by their names, that may be given too.
 
     Raises:
         NormGeoError: others were given.
     """
-    if others := [name for name in _given.get() if name not in (option, *allowed)]:
+    sources = {p.opts[0]: given.get_parameter_source(p.name) for p in given.command.params if p.name}
+    said = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if others := [name for name in said if name not in (option, *allowed)]:
         names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
         options = [name for name in allowed if name.startswith("-")]
         beside = f"only {', '.join(options)} may be given" if options else "nothing else may be given"

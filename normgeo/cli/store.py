@@ -7,29 +7,45 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, resumable
-from normgeo.cli.options import Knowing, Revision, Trusting, refuse_beside
+from normgeo.cli.options import (
+    Batch,
+    Data,
+    Device,
+    DeviceMap,
+    Dtype,
+    Null,
+    NullEvery,
+    Qk,
+    Revision,
+    Seed,
+    Tokens,
+    Trusting,
+    refuse_beside,
+    words,
+)
 from normgeo.errors import NormGeoError, StoreError
 
 
-@app.command(cls=Knowing)
+@app.command()
 def capture(
+    given: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Hub id, local directory, or embedded name.")] = None,
     store: Annotated[str | None, typer.Option(help="A new directory for it, or s3://BUCKET/PREFIX, gs://...")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")
-    ] = None,
+    tokens: Tokens = None,
     phases: Annotated[str, typer.Option(help="Of pre, standardized and post.")] = "pre",
-    sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns.")] = None,
-    data: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens the model sees together.")] = None,
-    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
-    dtype: Annotated[str | None, typer.Option(help="What `angles` takes.")] = None,
-    device: Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")] = "auto",
-    device_map: Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")] = None,
-    null: Annotated[int, typer.Option(help="Random directions in the null ensemble.")] = 256,
-    null_every: Annotated[int, typer.Option(help="The null ensemble meets about one token in so many.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the random directions.")] = 0,
-    qk: Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")] = False,
+    sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
+    data: Data = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
+    ] = None,
+    batch: Batch = 8,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    null: Null = 256,
+    null_every: NullEvery = 16,
+    seed: Seed = 0,
+    qk: Qk = False,
     chunk_mib: Annotated[int, typer.Option(help="Largest chunk, in MiB.")] = 16,
     revision: Revision = None,
     trust_remote_code: Trusting = False,
@@ -49,7 +65,7 @@ def capture(
         raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
     with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None, trust_remote_code):
         if resume:
-            refuse_beside("--resume", "--trust-remote-code")
+            refuse_beside(given, "--resume", "--trust-remote-code")
             capturing.resume_capture(resume, trust_remote_code=trust_remote_code, announce=note)
         else:
             run = RunConfig(
@@ -57,7 +73,7 @@ def capture(
                 device_map=device_map, null=null, null_every=null_every, seed=seed, sites=sites, qk=qk, keep="none",
                 revision=revision, trust_remote_code=trust_remote_code,
             )  # fmt: skip
-            config = capturing.CaptureConfig(run, tuple(p.strip() for p in phases.split(",")), chunk_mib << 20)
+            config = capturing.CaptureConfig(run, tuple(words(phases, "--phases")), chunk_mib << 20)
             capturing.start_capture(config, where, announce=note)
     if is_first():
         console.print(f"{where}: hidden.zarr, commits/, report.html, angles.parquet, figures/, verdict.md, store.json")
@@ -73,7 +89,7 @@ def verify(
 
     checked, problems = verifying(store)
     for problem in problems:
-        console.print(problem, highlight=False, markup=False, soft_wrap=True)
+        console.print(problem, highlight=False, soft_wrap=True)
     if problems:
         raise StoreError(f"{store}: {len(problems)} files are missing or damaged")
     console.print(f"{store}: {checked:,} chunks are what was committed")

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, resumable, warn
-from normgeo.cli.options import Knowing, refuse_beside
+from normgeo.cli.options import refuse_beside
 
 
-@app.command(cls=Knowing)
+@app.command()
 def train(
+    given: typer.Context,
     norm: Annotated[
         str, typer.Option(help="layernorm, rmsnorm, pre-rmsnorm, pre-crmsnorm, or both (the first two).")
     ] = "both",
@@ -51,8 +52,6 @@ def train(
     ] = None,
 ) -> None:
     """Train twins: GPT-2s alike in everything but their norm. Under accelerate launch or torchrun, on many devices."""
-    import accelerate
-
     from normgeo.system.ranks import is_first
     from normgeo.training import runs as training_runs
     from normgeo.training.log import check_tensorboard
@@ -69,7 +68,7 @@ def train(
     chosen = nullcontext(resume) if resume else training_runs.output(out, size, device)
     with chosen as where, resumable("train", where, (where / "train.json").is_file):
         if resume:
-            refuse_beside("--resume", "--tensorboard")
+            refuse_beside(given, "--resume", "--tensorboard")
             done = training_runs.resume_training(resume, report=report, board=tensorboard)
         else:
             recipe = recipe_for(
@@ -86,5 +85,5 @@ def train(
                 norm, data, str(exclude) if exclude else None, tokenizer, vocabulary, device
             )
             done = training_runs.start_training(config, recipe, where, report=report, board=tensorboard)
-    for kind, path in done.items() if accelerate.PartialState().is_main_process else ():
+    for kind, path in done.items() if is_first() else ():
         console.print(f"{kind}: {path}, learning curve in {where / kind / 'curve'}")

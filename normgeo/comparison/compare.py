@@ -30,7 +30,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import on_cpu, pick_dtype, usable_device, weights_digest
+from normgeo.models import on_cpu, usable_device, weights_digest
 from normgeo.numbers import check_numbers
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
@@ -310,7 +310,7 @@ def compare_run(
     local = [name in EMBEDDED or Path(name).is_dir() for name in names]
     revisions = [None if here and not all(local) else revision for here in local]
     named = list(zip(_labels(names), names, revisions, strict=True))
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype, device), "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
     for model in models.values():
         check_context(model, context or 1)

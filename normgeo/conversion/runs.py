@@ -21,7 +21,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
 from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
-from normgeo.models import pick_dtype, usable_device, weights_digest
+from normgeo.models import weights_digest
 from normgeo.norms import CRMSNorm
 from normgeo.numbers import check_numbers
 from normgeo.stream import check_context, vocabulary
@@ -107,8 +107,7 @@ def convert_checkpoint(
         return sharded, "remote"
     check_numbers(tokens=n_tokens)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    device = usable_device(device or "cpu")
-    model = load_model(name, dtype=pick_dtype(dtype, device), device=device, **where)
+    model = load_model(name, dtype=dtype, device=device or "cpu", **where)
     native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
     about = _original(name, revision, weights_sha256=weights_digest(model))
     tokenizer = load_tokenizer(name, **where)
