@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import matplotlib.figure
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -76,3 +77,8 @@ def _share(axes: np.ndarray, row: int, column: int, sharey: str, first: bool) ->
         if (other := axes[0, 0] if sharey == "all" else axes[row, 0]) is not here:
             here.sharey(other)
         here.tick_params(labelleft=first)
+
+
+def quartiles(rows: pd.DataFrame, name: str) -> np.ndarray:
+    """How far the quartiles of a column are from its medians: below and above, as error bars take them."""
+    return np.abs(rows[[f"{name}_q25", f"{name}_q75"]].to_numpy().T - rows[name].to_numpy())

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analyses import _source
+from analyses import _axes, _source
 from normgeo import figures
 from normgeo.bench.inference import summary
 from normgeo.bench.inference_models import SIZES
@@ -128,7 +128,7 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], original: str, p
         rows = cases.merge(part[part.variant == name], how="left")
         if rows[value].isna().all():
             continue
-        error = np.abs(rows[[f"{value}_q25", f"{value}_q75"]].to_numpy().T - rows[value].to_numpy())
+        error = _axes.quartiles(rows, value)
         at, color = (
             np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2),
             ENDS.get(name, figures.PALETTE[list(LABELS).index(name) % 7]),

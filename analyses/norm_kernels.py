@@ -12,7 +12,7 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 
-from analyses import _source
+from analyses import _axes, _source
 from normgeo import figures
 from normgeo.bench.norms import norm_summary
 
@@ -56,7 +56,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         shapes, wide = list(part["shape"].unique()), 0.84 / len(shown)
         for k, name in enumerate(shown):
             rows = part[part.norm == name].set_index("shape").reindex(shapes)
-            error = np.abs(rows[["ratio_q25", "ratio_q75"]].to_numpy().T - rows.ratio.to_numpy())
+            error = _axes.quartiles(rows, "ratio")
             axes.bar(
                 np.arange(len(shapes)) + wide * (k - (len(shown) - 1) / 2), rows.ratio, wide, yerr=error,
                 label=SHOWN[name], color="0.72" if name == "copy" else figures.PALETTE[k], linewidth=0,

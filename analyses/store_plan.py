@@ -92,9 +92,7 @@ def flops_per_token(config: LlamaConfig, context: int = CONTEXT) -> float:
     return 2 * weights + 2 * config.num_hidden_layers * context * config.hidden_size
 
 
-def bytes_and_files(
-    sites: Sequence[NormSite], tier: str, n_tokens: int, *, dtype: str = "bfloat16", **cut: int
-) -> tuple[int, int]:
+def bytes_and_files(sites: Sequence[NormSite], tier: str, n_tokens: int, **cut: int) -> tuple[int, int]:
     """What a tier takes: the statistics, those and the scalars of `normgeo angles`, or a store's chunks, as it says.
 
     The statistics take 16 bytes for every bin of their histograms that has something in it, at most all of them. A
@@ -104,7 +102,6 @@ def bytes_and_files(
         sites: the norms.
         tier: of `TIERS`.
         n_tokens: how many tokens.
-        dtype: of the hidden states.
         cut: `chunk_bytes`, the largest chunk of a store.
     """
     if not TIERS[tier]:
@@ -114,7 +111,7 @@ def bytes_and_files(
         scalars = bytes_needed(sites, n_tokens, min(BLOCK, n_tokens)) if tier == "scalars" else 0
         arrays = 3 + 2 * len(sites)  # of tokens; of norm and angles, before and after
         return state + scalars, 1 + (arrays * -(-n_tokens // BLOCK) if scalars else 0)
-    layout = Layout.of(sites, [dtype] * len(sites), TIERS[tier], n_tokens, **cut)
+    layout = Layout.of(sites, ["bfloat16"] * len(sites), TIERS[tier], n_tokens, **cut)
     return layout.nbytes, layout.rows * (len(layout.arrays) + 2)  # and a record and statistics a row
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.figure
 import pandas as pd
 
-from analyses import _source
+from analyses import _axes, _source
 from normgeo import figures
 from normgeo.bench.stream import bench_stream
 
@@ -51,9 +51,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     bars = [figures.PALETTE[1] if name.startswith("statistics") else figures.PALETTE[0] for name in frame.variant]
     axes.barh(
         [LABELS[name] for name in frame.variant], frame.ratio, color=bars, height=0.7,
-        xerr=[frame.ratio - frame.q25, frame.q75 - frame.ratio], error_kw={"elinewidth": 0.8, "capsize": 1.5},
+        xerr=_axes.quartiles(frame, "ratio"), error_kw={"elinewidth": 0.8, "capsize": 1.5},
     )  # fmt: skip
-    for row, (ratio, edge) in enumerate(zip(frame.ratio, frame.q75, strict=True)):
+    for row, (ratio, edge) in enumerate(zip(frame.ratio, frame.ratio_q75, strict=True)):
         axes.annotate(f"{ratio:.2f}", (edge, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
     axes.axvline(1, color="0.4", linewidth=0.6)
     axes.invert_yaxis()

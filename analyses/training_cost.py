@@ -52,7 +52,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         _bars(axes, breakdown(part))
     figures.legend(figure, columns=3)
     about = frame.iloc[0]
-    precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.get("precision", "no")]
+    precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.precision]
     figure.suptitle(f"A training step: {precision}, threads: {about.threads}, {about.device}", fontsize=9)
     return figure
 
@@ -67,12 +67,12 @@ def _bars(axes: Axes, table: pd.DataFrame) -> None:
         bottom = np.where(under, below, base)
         axes.bar(place, high, 0.7, bottom, color=figures.PALETTE[k], label=LABELS[part], linewidth=0)
         base, below = np.where(under, base, base + high), np.where(under, below + high, below)
-    whole = 100 * cells.xs("whole", level="part").loc[forms, ["q25", "ratio", "q75"]]
+    whole = 100 * cells.xs("whole", level="part").loc[forms, ["ratio_q25", "ratio", "ratio_q75"]]
     axes.errorbar(
-        place, whole.ratio, [whole.ratio - whole.q25, whole.q75 - whole.ratio], fmt="_", color="0.1", markersize=14,
-        elinewidth=0.8, capsize=2, label="whole step, with quartiles",
+        place, whole.ratio, _axes.quartiles(whole, "ratio"), fmt="_", color="0.1", markersize=14, elinewidth=0.8,
+        capsize=2, label="whole step, with quartiles",
     )  # fmt: skip
-    for x, (ratio, edge) in enumerate(zip(whole.ratio, np.maximum(whole.q75, base), strict=True)):
+    for x, (ratio, edge) in enumerate(zip(whole.ratio, np.maximum(whole.ratio_q75, base), strict=True)):
         axes.annotate(f"{ratio:.1f}", (x, edge), (0, 2), textcoords="offset points", ha="center", fontsize=7)
     axes.set_xticks(place, [NAMES[form] for form in forms], fontsize=7)
     axes.grid(visible=False, axis="x")

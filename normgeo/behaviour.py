@@ -59,13 +59,13 @@ def behaviour_of(module: nn.Module, shape: torch.Size, given: torch.dtype = torc
     module = copied(module, _without_hooks(module, dtype)).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
 
-    def probe(scale: float) -> Tensor:
+    def probe() -> Tensor:
         signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
         x = signs * (0.5 + torch.rand(shape, generator=generator))
         lengths = 0.5 + 1.5 * torch.rand((*shape[:-1], 1), generator=generator)
-        return (scale * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
+        return (1e3 * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
 
-    fits = [probe(1e3) for _ in range(4)]
+    fits = [probe() for _ in range(4)]
     try:
         for parameter in module.parameters():
             parameter[~torch.isfinite(parameter)] = 1.0
@@ -73,7 +73,7 @@ def behaviour_of(module: nn.Module, shape: torch.Size, given: torch.dtype = torc
                 parameter.fill_(1.0)
         odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
         beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
-        fresh = probe(1e3)
+        fresh = probe()
         truth = module(fresh)
     except Exception:  # whatever a module raises that wants other inputs: then it is no norm
         return None

@@ -298,7 +298,7 @@ def explained(name: str, error: Exception) -> ModelError:
         hint = "the repository is gated: accept its terms on the hub and log in with `hf auth login`"
     elif "trust_remote_code" in low:
         hint = "it brings its own code, which is run only with --trust-remote-code"
-    elif "safetensors" in low and ("no file" in low or "does not appear" in low or "error no file" in low):
+    elif "safetensors" in low and ("no file" in low or "does not appear" in low):
         hint = "it has no safetensors weights; pickled weights are not read: convert them first"
     elif isinstance(error, SafetensorError):
         hint = "a file of its weights is damaged, or was not downloaded whole"

@@ -212,13 +212,16 @@ def test_operations_are_drawn_for_1000_of_the_products():
 
 
 def test_ways_to_measure_are_bars_of_their_ratios_with_quartiles():
-    rows = [{"variant": name, "ratio": 1 + k, "q25": 0.75 + k, "q75": 1.5 + k} for k, name in enumerate(VARIANTS)]
+    rows = [
+        {"variant": name, "ratio": 1 + k, "ratio_q25": 0.75 + k, "ratio_q75": 1.5 + k}
+        for k, name in enumerate(VARIANTS)
+    ]
     about = {"model": "m", "seconds": 2.0, "batch": 8, "context": 16, "d": 4, "sites": 3, "rounds": 5}
     (axes,) = stream_cost.plot(pd.DataFrame(rows).assign(**about, dtype="float32", device="a")).axes
     (bars,) = (b for b in axes.containers if hasattr(b, "patches"))
     assert [bar.get_width() for bar in bars.patches] == [row["ratio"] for row in rows]
     ends = [(s[0, 0], s[1, 0]) for s in bars.errorbar.lines[2][0].get_segments()]
-    assert ends == [(row["q25"], row["q75"]) for row in rows]
+    assert ends == [(row["ratio_q25"], row["ratio_q75"]) for row in rows]
     assert [text.get_text() for text in axes.get_yticklabels()] == [stream_cost.LABELS[name] for name in VARIANTS]
 
 

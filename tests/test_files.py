@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -158,19 +159,23 @@ def test_an_analysis_writes_all_its_files_or_none(part, tmp_path, monkeypatch, c
 
 def test_new_directories_are_no_other_processes_and_go_where_they_stay_empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stem = Path("runs/m")
-    with claimed(None, stem) as first, claimed(None, stem) as second, claimed(Path("mine"), stem) as asked:
-        assert (first, second, asked) == (stem, Path("runs/m-2"), Path("mine"))
+    with claimed(None, "m") as first, claimed(None, "m") as second, claimed(Path("mine"), "m") as asked:
+        assert first.parent == Path("runs")
+        assert re.fullmatch(r"m-\d{4}-\d\d-\d\d", first.name)
+        assert (second, asked) == (first.with_name(f"{first.name}-2"), Path("mine"))
         (second / "table").write_text("kept")
-    assert [path.name for path in stem.parent.iterdir()] == ["m-2"]
-    with claimed(None, stem) as again:
-        assert again == stem
-    with pytest.raises(KeyError), claimed(None, Path("other/m")):
+    assert list(Path("runs").iterdir()) == [second]
+    with claimed(None, "m") as again:
+        assert again == first
+    (second / "table").unlink()
+    second.rmdir()
+    Path("runs").rmdir()
+    with pytest.raises(KeyError), claimed(None, "m"):
         raise KeyError
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(RunError, match=r"cannot write to file: file is no directory; give another --out"):
-        claimed(None, Path("file/m")).__enter__()
+    assert not list(tmp_path.iterdir())
+    Path("runs").write_text("kept")
+    with pytest.raises(RunError, match=r"cannot write to runs: runs is no directory; give another --out"):
+        claimed(None, "m").__enter__()
 
 
 def test_one_process_writes_a_directory_until_it_ends(tmp_path):

@@ -37,14 +37,14 @@ from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.versions import versions
 
-__all__ = ["RunConfig", "default_stem", "resume_run", "safe_name", "start_run"]
+__all__ = ["RunConfig", "resume_run", "run_name", "safe_name", "start_run"]
 
 
-def default_stem(models: tuple[str, ...]) -> Path:
-    """`runs/<model>-<date>`, for `claimed`."""
-    name = "embedded" if models == tuple(EMBEDDED) else Path(*models[:1]).resolve().name
-    name += f"-and-{len(models) - 1}-more" if name != "embedded" and len(models) > 1 else ""
-    return Path("runs") / f"{name}-{datetime.date.today()}"
+def run_name(models: tuple[str, ...]) -> str:
+    """What a run of these is called, for `claimed`."""
+    if models == tuple(EMBEDDED):
+        return "embedded"
+    return Path(*models[:1]).resolve().name + (f"-and-{len(models) - 1}-more" if len(models) > 1 else "")
 
 
 def start_run(config: RunConfig, out: str | Path, **options: Any) -> AngleTable:

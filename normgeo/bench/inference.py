@@ -32,7 +32,6 @@ from normgeo.bench.inference_models import (
     Bases,
     available,
     bases,
-    check_variants,
     derived,
     in_dtype,
     main_sites,
@@ -49,6 +48,7 @@ from normgeo.system.timing import (
     compiler_explained,
     interleaved,
     occupy,
+    quartiles,
     recorded,
     synchronize,
 )
@@ -245,7 +245,6 @@ def bench_inference(
         raise ModelError(f"CUDA graphs need a CUDA device; the model is on {model.device.type}")
     sites = main_sites(model)
     wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
-    check_variants(model, sites, wanted)
     name = name or model.name_or_path or type(model).__name__
     is_text = "input_ids" in example_inputs(model)
     generates = is_text and model.can_generate() and not model.config.is_encoder_decoder
@@ -386,10 +385,8 @@ def summary(raw: pd.DataFrame) -> pd.DataFrame:
 def _quartiles(part: pd.DataFrame, column: str, prefix: str) -> pd.DataFrame:
     times = part.pivot(index="round", columns="variant", values=column)
     ratios = times.div(times["original"], axis=0)
-    out = pd.DataFrame(index=times.columns)
-    for name, values in ((f"{prefix}seconds", times), (f"{prefix}ratio", ratios)):
-        for suffix, q in (("", 0.5), ("_q25", 0.25), ("_q75", 0.75)):
-            out[name + suffix] = values.quantile(q)
+    found = quartiles(f"{prefix}seconds", times) | quartiles(f"{prefix}ratio", ratios)
+    out = pd.DataFrame(found, index=times.columns)
     floor = out.loc["no-norm"] if "no-norm" in out.index else None
     clear = floor is not None and bool(floor[f"{prefix}ratio_q75"] < 1)
     gap = 1 - floor[f"{prefix}ratio"] if floor is not None and clear else np.nan

@@ -19,7 +19,7 @@ from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
-from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, recorded
+from normgeo.system.timing import Stopwatch, circumstances, compiler_explained, interleaved, quartiles, recorded
 
 __all__ = ["NORMS", "PASSES", "SHAPES", "bench_norms", "norm_summary"]
 
@@ -351,11 +351,9 @@ def norm_summary(raw: pd.DataFrame) -> pd.DataFrame:
         times = part.pivot(index="round", columns="norm", values="seconds")
         torchs = ["add + layer_norm" if NORMS[name] == 4 else "layer_norm" for name in times.columns]
         base = times[torchs].set_axis(times.columns, axis=1)
-        ratios = times / base
         out = part.groupby("norm", sort=False).agg(rounds=("round", "size"), bytes=("bytes", "first"))
-        for name, values in (("seconds", times), ("ratio", ratios)):
-            for suffix, q in (("", 0.5), ("_q25", 0.25), ("_q75", 0.75)):
-                out[name + suffix] = values.quantile(q)
+        found = quartiles("seconds", times) | quartiles("ratio", times / base)
+        out = out.join(pd.DataFrame(found, index=times.columns))
         out["gb_per_s"] = out.bytes / out.seconds / 1e9
         out["copy_share"] = out.gb_per_s / out.gb_per_s["copy"]
         order = [name for name in NORMS if name in out.index]

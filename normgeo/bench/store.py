@@ -34,7 +34,7 @@ from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.system.files import check_folder
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import check_rounds, circumstances, devices, synchronize
+from normgeo.system.timing import check_rounds, circumstances, devices, quartiles, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -152,13 +152,11 @@ def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str
 
 
 def _row(name: str, measure: _Measure, seconds: dict[str, list[float]], n_tokens: int) -> dict[str, str | float]:
-    ratios = np.array(seconds[name]) / np.array(seconds[measure.baseline])
-    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
-    took = float(np.median(seconds[name]))
+    median = float(np.median(seconds[name]))
     return {
-        "variant": name, "seconds": took, "mb_per_s": measure.nbytes / took / 1e6 if measure.nbytes else np.nan,
-        "tokens_per_s": n_tokens / took, "baseline": measure.baseline,
-        "ratio": middle, "ratio_q25": low, "ratio_q75": high,
+        "variant": name, "seconds": median, "mb_per_s": measure.nbytes / median / 1e6 if measure.nbytes else np.nan,
+        "tokens_per_s": n_tokens / median, "baseline": measure.baseline,
+        **quartiles("ratio", np.array(seconds[name]) / np.array(seconds[measure.baseline])),
     }  # fmt: skip
 
 

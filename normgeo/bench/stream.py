@@ -1,16 +1,11 @@
-"""What measuring costs: the stream against the base model's own forward pass, and peak memory against tokens."""
+"""What measuring costs: the stream against the base model's own forward pass."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
-import resource
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,17 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from normgeo.angles.measure import measure_angles, new_statistics
+from normgeo.angles.measure import new_statistics
 from normgeo.functional import watched
-from normgeo.loading import load_model, load_tokenizer
 from normgeo.models import base_model, shared_copy
 from normgeo.sites import NormSite, find_sites
-from normgeo.stream import check_context, forward, stream
+from normgeo.stream import check_context, forward, stream, vocabulary
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import check_rounds, device_name, synchronize
-from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+from normgeo.system.timing import check_rounds, device_name, quartiles, took
+from normgeo.tokens import TokenBatch, TokenStream
 
-__all__ = ["VARIANTS", "bench_stream", "peak_memory"]
+__all__ = ["VARIANTS", "bench_stream"]
 
 VARIANTS = (
     "base", "full", "output_hidden_states", "cosine_hooks", "clone_hooks", "statistics", "statistics_null",
@@ -65,7 +59,7 @@ def bench_stream(
 
     Returns:
         One row a variant. `ratio` is the median over rounds of the time over that of `base` just before and after, with
-        quartiles `q25` and `q75`; `seconds` is the median time itself.
+        quartiles `ratio_q25` and `ratio_q75`; `seconds` is the median time itself.
 
     Raises:
         DataError: the stream is empty, or its contexts are longer than the model has positions for.
@@ -80,11 +74,7 @@ def bench_stream(
     seconds, ratios = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
 
     def timed(name: str, chunk: TokenBatch) -> float:
-        synchronize(model.device)
-        start = time.perf_counter()
-        runs[name](chunk)
-        synchronize(model.device)
-        return time.perf_counter() - start
+        return took(lambda: runs[name](chunk), model.device)
 
     with memory_kept():
         for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
@@ -104,23 +94,21 @@ def bench_stream(
         "d": max(site.d for site in sites), "sites": len(sites), "rounds": rounds, "null": null,
         "null_every": null_every,
     }  # fmt: skip
-    rows = []
-    for name in VARIANTS:
-        q25, ratio, q75 = np.quantile(ratios[name], [0.25, 0.5, 0.75])
-        found = {"variant": name, "ratio": ratio, "q25": q25, "q75": q75, "seconds": float(np.median(seconds[name]))}
-        rows.append(found | about)
-    return pd.DataFrame(rows)
+    return pd.DataFrame([
+        {"variant": name, **quartiles("ratio", ratios[name]), "seconds": float(np.median(seconds[name])), **about}
+        for name in VARIANTS
+    ])  # fmt: skip
 
 
 def _variants(
     model: PreTrainedModel, sites: Sequence[NormSite], null: int, null_every: int
 ) -> dict[str, Callable[[TokenBatch], Any]]:
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    ids = vocabulary(model)
 
     def plain(runner: PreTrainedModel, **options: Any) -> Callable[[TokenBatch], None]:
         def run(chunk: TokenBatch) -> None:
             with torch.inference_mode():
-                forward(runner, chunk, vocabulary, **options)
+                forward(runner, chunk, ids, **options)
 
         return run
 
@@ -159,40 +147,3 @@ def _variants(
         "statistics": measured(shared_copy(model), 0),
         "statistics_null": measured(shared_copy(model), null),
     }
-
-
-def peak_memory(
-    model: str | Path,
-    data: str | Path,
-    n_tokens: int,
-    *,
-    context: int | None = None,
-    batch: int = 8,
-    null: int = 256,
-) -> int:
-    """Peak resident memory in bytes of a fresh process that measures so many tokens on the CPU.
-
-    Raises:
-        RuntimeError: the process failed.
-    """
-    options = {"context": context, "batch": batch, "null": null}
-    spawned = multiprocessing.get_context("spawn")
-    receiver, sender = spawned.Pipe(duplex=False)
-    process = spawned.Process(target=_measure, args=(sender, str(model), str(data), n_tokens, options))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError as error:
-        raise RuntimeError(f"measuring {n_tokens} tokens of {data} with {model} failed; see its traceback") from error
-    finally:
-        process.join()
-        receiver.close()
-
-
-def _measure(sender: Any, name: str, data: str, n_tokens: int, options: dict[str, Any]) -> None:
-    tokens = load_tokens(data, load_tokenizer(name), context=options.pop("context"))
-    measure_angles(load_model(name), tokens, n_tokens=n_tokens, progress=False, **options)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sender.send(peak if sys.platform == "darwin" else 1024 * peak)
-    sender.close()

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from normgeo.models import memory_explained, seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.stream import check_context
 from normgeo.system.progress import progress_bar
-from normgeo.system.timing import check_rounds, circumstances, interleaved, synchronize
+from normgeo.system.timing import check_rounds, circumstances, interleaved, quartiles, synchronize
 from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
@@ -370,8 +369,8 @@ def breakdown(raw: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per form (`no-norm` among them) and part: `whole`, the parts it has, and `unexplained`, the whole minus
-        them. `seconds` with `seconds_q25` and `seconds_q75`, and `ratio` with `q25` and `q75`: the part over the whole
-        step of `layernorm` in the same round. Medians of parts do not add up to the median of the whole, quite.
+        them. `seconds` is its time and `ratio` that over the whole step of `layernorm` in the same round, each with its
+        quartiles `*_q25` and `*_q75`. Medians of parts do not add up to the median of the whole, quite.
     """
     passes = raw.pivot(index="round", columns=["form", "without"], values="forward_backward")
     adam = raw[raw.without == ""].pivot(index="round", columns="form", values="optimizer")
@@ -386,9 +385,7 @@ def breakdown(raw: pd.DataFrame) -> pd.DataFrame:
     for form, parts in of_one.items():
         left = wholes[form] - sum(parts.values())
         for part, seconds in {"whole": wholes[form], **parts, "unexplained": left}.items():
-            low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-            q25, ratio, q75 = np.quantile(seconds / wholes["layernorm"], [0.25, 0.5, 0.75])
-            found = {"form": form, "part": part, "ratio": ratio, "q25": q25, "q75": q75}
-            rows.append(found | {"seconds": middle, "seconds_q25": low, "seconds_q75": high})
+            ratios = quartiles("ratio", seconds / wholes["layernorm"])
+            rows.append({"form": form, "part": part, **ratios, **quartiles("seconds", seconds)})
     about = raw.drop(columns=["round", "form", "without", "forward_backward", "optimizer"]).iloc[0]
     return pd.DataFrame(rows).assign(**{str(name): value for name, value in about.items()})

@@ -109,10 +109,11 @@ def angles(
             given, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
         )  # fmt: skip
-        with claimed(out, checkpoint_angles.default_stem(checkpoints)) as where, _resumable(where, trust_remote_code):
+        name = f"{Path(checkpoints).resolve().name}-checkpoints"
+        with claimed(out, name) as where, _resumable(where, trust_remote_code):
             frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note)
     else:
-        with claimed(out, runs.default_stem(names)) as where, _resumable(where, trust_remote_code):
+        with claimed(out, runs.run_name(names)) as where, _resumable(where, trust_remote_code):
             frame = runs.start_run(config, where, announce=note).frame
     _summary(frame, where)
 

@@ -143,8 +143,9 @@ def bench_stream(
     table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
     for row in frame.to_dict("records"):
         table.add_row(
-            row["variant"], f"{row['ratio']:.3f}", f"{row['q25']:.3f} to {row['q75']:.3f}", f"{row['seconds']:.3f}"
-        )
+            row["variant"], f"{row['ratio']:.3f}", f"{row['ratio_q25']:.3f} to {row['ratio_q75']:.3f}",
+            f"{row['seconds']:.3f}",
+        )  # fmt: skip
     console.print(
         f"{model}, {batch} x {context} tokens, {frame.dtype.iloc[0]}, {rounds} rounds, {frame.device.iloc[0]}"
     )
@@ -233,7 +234,7 @@ def bench_train(
         for row in frame.to_dict("records"):
             table.add_row(
                 row["form"] if row["part"] == "whole" else "", row["part"], f"{100 * row['ratio']:.2f}%",
-                f"{100 * row['q25']:.2f} to {100 * row['q75']:.2f}%", f"{row['seconds']:.4f}",
+                f"{100 * row['ratio_q25']:.2f} to {100 * row['ratio_q75']:.2f}%", f"{row['seconds']:.4f}",
             )  # fmt: skip
         console.print(
             f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, mixed precision: {precision}, "

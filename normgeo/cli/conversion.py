@@ -106,11 +106,11 @@ def compare(
     trust_remote_code: Trusting = False,
 ) -> None:
     """Compare models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
-    from normgeo.comparison.compare import compare_run, default_stem
+    from normgeo.comparison.compare import compare_run, comparison_name
     from normgeo.system.folders import claimed
 
     quiet()
-    with claimed(out, default_stem(a, b)) as where:
+    with claimed(out, comparison_name(a, b)) as where:
         result = compare_run(
             a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device,
             dtype=dtype, null=null, rounds=rounds, seed=seed, revision=revision,

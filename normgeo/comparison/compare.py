@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,11 +35,11 @@ from normgeo.stream import check_context, forward, vocabulary
 from normgeo.system.files import check_folder
 from normgeo.system.folders import taken, whole_directory
 from normgeo.system.progress import progress_bar
-from normgeo.system.timing import devices, interleaved, synchronize
+from normgeo.system.timing import devices, interleaved, quartiles, took
 from normgeo.tokens import TokenBatch, TokenStream, counted, holds_ids, load_tokens
 from normgeo.trace import evaluating
 
-__all__ = ["Comparison", "compare", "compare_run", "default_stem"]
+__all__ = ["Comparison", "compare", "compare_run", "comparison_name"]
 
 DEFAULT_TOKENS = 20_000
 
@@ -58,7 +56,7 @@ class Comparison:
             positions, `top1` the share of positions where both prefer the same token. `error_max` is the largest
             |difference| of an output, `error_max_rel` the same relative to the reference's largest, `error_rms_rel`
             the root of sum(difference^2) / sum(reference^2). `time_ratio` is the median over rounds of the time of a
-            forward pass over the reference's in the same round, with quartiles `time_q25` and `time_q75`.
+            forward pass over the reference's in the same round, with quartiles `time_ratio_q25` and `time_ratio_q75`.
         angles: the rows of every model's `AngleTable`; `reference_site` is the reference's site that a row's site
             corresponds to (missing where there is none), `stack_index` counts the model's stacks.
         about: tokens, packing, context and options.
@@ -196,7 +194,7 @@ def _times(
 ) -> dict[str, dict[str, float]]:
     """Time every model's forward pass: each once a round on one batch, in random order, after a round to warm up."""
     if not rounds:
-        return {name: dict.fromkeys(("seconds", "time_ratio", "time_q25", "time_q75"), math.nan) for name in models}
+        return dict.fromkeys(models, {"seconds": math.nan} | quartiles("time_ratio", [math.nan]))
     seconds = defaultdict[str, list[float]](list)
     chunks = {name: itertools.cycle(batches) for name in models}
     measures = {name: lambda name=name: _timed(models[name], next(chunks[name])) for name in models}
@@ -206,22 +204,16 @@ def _times(
         for _, name, spent in interleaved(measures, rounds=rounds, seconds=math.inf, seed=seed):
             seconds[name].append(spent)
     base = np.array(seconds[next(iter(models))])
-    found = {}
-    for name in models:
-        q25, ratio, q75 = np.quantile(np.array(seconds[name]) / base, [0.25, 0.5, 0.75])
-        median = float(np.median(seconds[name]))
-        found[name] = {"seconds": median, "time_ratio": ratio, "time_q25": q25, "time_q75": q75}
-    return found
+    return {
+        name: {"seconds": float(np.median(seconds[name]))} | quartiles("time_ratio", np.array(seconds[name]) / base)
+        for name in models
+    }
 
 
 def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
     """Seconds of one forward pass."""
-    synchronize(*(places := devices(model)))
-    start = time.perf_counter()
     with torch.inference_mode():
-        forward(model, chunk, vocabulary(model))
-    synchronize(*places)
-    return time.perf_counter() - start
+        return took(lambda: forward(model, chunk, vocabulary(model)), *devices(model))
 
 
 def _places(frame: pd.DataFrame) -> pd.DataFrame:
@@ -335,10 +327,9 @@ def compare_run(
     return result
 
 
-def default_stem(*models: str | None) -> Path:
-    """`runs/compare-<A>-<B>-<date>`, for `claimed`."""
-    names = "-".join(Path(name).resolve().name for name in models if name is not None)
-    return Path("runs") / f"compare-{names}-{datetime.date.today()}"
+def comparison_name(*models: str | None) -> str:
+    """`compare-<A>-<B>`, for `claimed`."""
+    return "-".join(["compare", *(Path(name).resolve().name for name in models if name is not None)])
 
 
 def _labels(names: Sequence[str]) -> Sequence[str]:

@@ -79,7 +79,7 @@ def _time(row: dict, is_first: bool) -> str:
         return ""
     if is_first:
         return f"{row['seconds']:.3g} s"
-    return f"{row['time_ratio']:.2f} of it ({row['time_q25']:.2f} to {row['time_q75']:.2f})"
+    return f"{row['time_ratio']:.2f} of it ({row['time_ratio_q25']:.2f} to {row['time_ratio_q75']:.2f})"
 
 
 def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:

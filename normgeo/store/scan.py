@@ -26,7 +26,7 @@ from torch import Tensor
 
 from normgeo.angles.cost import check_space
 from normgeo.angles.measure import AngleTable, directions_of
-from normgeo.angles.runs import RunConfig, default_stem, new_record, now, safe_name, write_results
+from normgeo.angles.runs import RunConfig, new_record, now, run_name, safe_name, write_results
 from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import StoreError
@@ -168,7 +168,7 @@ def run_from_store(
         RunError: the directory is not empty, or another process writes it.
     """
     store = HiddenStateStore(path)
-    with claimed(out, default_stem((store.provenance["identity"]["label"],))) as where:
+    with claimed(out, run_name((store.provenance["identity"]["label"],))) as where:
         check_folder(where)
         with alone(where), whole_directory(where) as folder:
             config = _config(store, path, keep=keep, **options)

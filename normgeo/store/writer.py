@@ -171,13 +171,12 @@ class StoreWriter:
         exact: sites whose outputs, where they are not stored, are rebuilt to the last bit: checksums of them are kept
             to see that they are. None for all.
         waiting_bytes: at most so many bytes wait to be written.
-        threads: that write; as many as suit the storage, unless said.
     """
 
     def __init__(
         self, storage: Storage, store: str, layout: Layout, sites: Sequence[NormSite], statistics: AngleStatistics, *,
         rows: Collection[int] | None = None, exact: Collection[int] | None = None,
-        waiting_bytes: int = WAITING_BYTES, threads: int | None = None,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:  # fmt: skip
         self.storage, self.store, self.layout, self.sites = storage, store, layout, list(sites)
         self.statistics, self.rows = statistics, range(layout.rows) if rows is None else frozenset(rows)
@@ -192,7 +191,7 @@ class StoreWriter:
         self._changed, self._failure = threading.Condition(), None
         self._buffers = _Buffers(waiting_bytes)
         self._aside: dict[torch.device, torch.cuda.Stream] = {}
-        self._jobs = [queue.SimpleQueue[Any]() for _ in range(threads or storage.threads)]
+        self._jobs = [queue.SimpleQueue[Any]() for _ in range(storage.threads)]
         self._jobs_of = dict(zip(self._chunks, itertools.cycle(self._jobs), strict=False))
         self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import glob
 import itertools
@@ -38,12 +39,12 @@ def numbered(stem: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def claimed(out: Path | None, stem: Path) -> Iterator[Path]:
-    """The directory to write: what was asked for, or else a new one that no other process has taken.
+def claimed(out: Path | None, name: str) -> Iterator[Path]:
+    """The directory to write: what was asked for, or else a new `runs/<name>-<date>` that no other process has taken.
 
     Args:
         out: what was asked for, which need not be there.
-        stem: what a new one is called, with a number behind it where that is taken. It is removed if it stays empty.
+        name: of a new one, with a number behind the date where that is taken. It is removed if it stays empty.
 
     Raises:
         RunError: a new one cannot be made.
@@ -51,6 +52,7 @@ def claimed(out: Path | None, stem: Path) -> Iterator[Path]:
     if out is not None:
         yield out
         return
+    stem = Path("runs") / f"{name}-{datetime.date.today()}"
     check_folder(stem.parent)
     with ExitStack() as folders:
         try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -20,7 +21,7 @@ from normgeo.system.versions import versions
 
 __all__ = [
     "Stopwatch", "check_rounds", "circumstances", "compiler_explained", "device_name", "devices", "interleaved",
-    "occupy", "recorded", "synchronize",
+    "occupy", "quartiles", "recorded", "synchronize", "took",
 ]  # fmt: skip
 
 CYCLES = 2e9
@@ -40,6 +41,21 @@ def synchronize(*devices: torch.device) -> None:
 def devices(model: nn.Module) -> set[torch.device]:
     """What a model is on: as many as a device map gave it."""
     return {parameter.device for parameter in model.parameters()}
+
+
+def took(do: Callable[[], Any], *places: torch.device) -> float:
+    """Seconds until these devices have done what a function gives them."""
+    synchronize(*places)
+    began = time.perf_counter()
+    do()
+    synchronize(*places)
+    return time.perf_counter() - began
+
+
+def quartiles(name: str, values: Any) -> dict[str, Any]:
+    """The median of values over rounds, their first axis, as `name`, and their quartiles as `name_q25`, `name_q75`."""
+    middle, low, high = np.quantile(values, (0.5, 0.25, 0.75), axis=0)
+    return {name: middle, f"{name}_q25": low, f"{name}_q75": high}
 
 
 def recorded(function: Callable[[], Any], device: torch.device) -> Callable[..., Any]:

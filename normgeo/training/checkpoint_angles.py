@@ -10,7 +10,6 @@ figures/                  angles by step, of every layer and of the middle one o
 
 from __future__ import annotations
 
-import datetime
 import fnmatch
 import json
 import os
@@ -147,11 +146,6 @@ def _with_configuration(folder: Path) -> Iterator[Path]:
         elif STEP.fullmatch(Path(name).name) and any(file.endswith(".safetensors") for file in files):
             warnings.warn(f"{name} holds weights and no config.json: it is left out", stacklevel=2)
         seen.add(home)
-
-
-def default_stem(where: Path | str) -> Path:
-    """`runs/<folder>-checkpoints-<date>`, for `claimed`."""
-    return Path("runs") / f"{Path(where).resolve().name}-checkpoints-{datetime.date.today()}"
 
 
 def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:

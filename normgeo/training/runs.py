@@ -8,7 +8,6 @@ tokenizer/                  the tokenizer that all twins share
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import sys
@@ -87,9 +86,8 @@ def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
     Raises:
         RunError: a new one cannot be made.
     """
-    stem = Path("runs") / f"train-{size}-{datetime.date.today()}"
     main = processes(device).is_main_process
-    with claimed(out, stem) if main else nullcontext(out) as where:
+    with claimed(out, f"train-{size}") if main else nullcontext(out) as where:
         shared: list[Any] = broadcast_object_list([where])
         yield shared[0]
 
