@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from normgeo.numbers import check_numbers
+
 __all__ = [
     "Directions",
     "angle",
@@ -62,14 +64,16 @@ def standardize(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
 
     1. throw away the component along the uniform vector, 2. normalize what remains, 3. scale by sqrt(d).
     A vector with equal components has nothing left after step 1 and gives the zero vector, as in *Geometry*
-    section 2; one with a component that is not finite gives NaN. Half precision is computed in float32.
+    section 2; one with a component that is not finite gives NaN. Half precision is computed in float32, and whole
+    numbers are floats.
 
     >>> standardize(torch.tensor([1.0, 2.0, 3.0]))
     tensor([-1.2247,  0.0000,  1.2247])
     """
     y = orthogonal_component(_of_size_one(x))
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    return torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm).to(x.dtype)
+    z = torch.where(norm == 0, 0.0, math.sqrt(x.shape[-1]) * y / norm)
+    return z.to(x.dtype) if x.is_floating_point() else z
 
 
 def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor, "*batch"]:
@@ -113,7 +117,12 @@ class Directions:
 
     @classmethod
     def seeded(cls, d: int, null: int = 256, seed: int = 0) -> Directions:
-        """The directions of one seed and width; the same on every machine, and for every K a prefix of a larger one."""
+        """The directions of one seed and width; the same on every machine, and for every K a prefix of a larger one.
+
+        Raises:
+            DataError: a number is none, or too small.
+        """
+        check_numbers(d=d, null=null, seed=seed)
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, d, 0])))
         raw = rng.standard_normal((2, d))
         raw *= math.sqrt(d) / np.linalg.norm(raw, axis=1, keepdims=True)

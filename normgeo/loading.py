@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -75,14 +76,16 @@ def load_model(
         name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
         dtype: "auto" is the checkpoint's own dtype; besides dtypes themselves what `pick_dtype` takes.
         device: where to put it, as `usable_device` takes it; None leaves it on the CPU.
-        device_map: "auto" spreads the layers over all GPUs through accelerate.
+        device_map: "auto" spreads the layers over all GPUs through accelerate; None leaves them on one device.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the modelling code of the repository. Off unless asked for.
 
     Raises:
         ModelError: the model is missing, gated, damaged, or without (all of its) safetensors weights, its class is not
-            known, or there is no such dtype or device.
+            known, or there is no such dtype, device or device map.
     """
+    if device_map not in (None, "auto"):
+        raise ModelError(f"--device-map (device_map=) takes auto, received {device_map!r}; one device is --device's")
     path, options = whence(name, revision)
     device = None if device is None else usable_device(str(device))
     if not isinstance(dtype, torch.dtype):
@@ -303,7 +306,12 @@ def explained(name: str, error: Exception) -> ModelError:
     elif isinstance(error, SafetensorError):
         hint = "a file of its weights is damaged, or was not downloaded whole"
     elif not path.is_dir() and ("connect" in low or "offline" in low or "not a valid model identifier" in low):
-        hint = "there is no such local directory, and the hub does not have it or cannot be reached"
+        known = [*EMBEDDED, *(card.hub_id for card in TABLE_1)]
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
+        hint = f"there is no such directory; did you mean {near[0]}?" if near else (
+            "there is no such local directory, and the hub does not have it or cannot be reached"
+        )  # fmt: skip
+        text = "" if near else text
     else:
         hint = type(error).__name__
     return ModelError(f"cannot load the model {name!r}: {hint}" + (f" ({text[:300]})" if text else ""))
@@ -321,7 +329,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     """The tokenizer that goes with a model; None where there is none, or it needs what is not installed.
 
     Raises:
-        ModelError: a revision of a model that is not on the hub.
+        ModelError: there is no such model, or a revision is asked for of one that is not on the hub.
     """
     path, options = whence(name, revision)
     own = path in map(str, EMBEDDED.values())  # the twins' configuration is not one that transformers knows
@@ -335,6 +343,8 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
     except Exception as error:  # what a missing one raises, by kind, and a damaged one
         if why := _why_unread(path, error):
             warnings.warn(f"{name} goes without its tokenizer: {why}", stacklevel=2)
+        elif not Path(path).is_dir():
+            check_there(name, revision, trust_remote_code)  # else a name that is none would be a model without
         return None
     if tokenizer is None:
         return None

@@ -1,4 +1,4 @@
-r"""LayerNorm, RMSNorm and CRMSNorm as drop-in modules.
+r"""LayerNorm, RMSNorm and CRMSNorm as modules.
 
 Equations are those of Jiang et al., "Pre-RMSNorm and Pre-CRMSNorm Transformers" (*Pre-RMSNorm* below). All three keep
 the dtype of their input; half precision is computed in float32, float64 in float64.
@@ -91,7 +91,9 @@ class _Norm(nn.Module):
         x may be given by any name, as by that which it had in the norm in whose place this one is.
         """
         if x is None:
-            x = next(value for value in named.values() if isinstance(value, Tensor))
+            x = next((value for value in named.values() if isinstance(value, Tensor)), None)
+            if x is None:
+                raise TypeError(f"{type(self).__name__} was given no tensor")
         if norm_ops is not None and self.kernel is not None:
             try:  # found through the module they take as long as a token's norm
                 weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -108,8 +110,11 @@ class _Norm(nn.Module):
         """The same in torch's own arithmetic, for every device and dtype.
 
         Raises:
-            ValueError: the input is of another width.
+            TypeError: the input is not of floating point.
+            ValueError: it is of another width.
         """
+        if not x.is_floating_point():
+            raise TypeError(f"{type(self).__name__} takes floating point, and was given {x.dtype}")
         if not is_tracing() and x.shape[-1:] != (self.d,):
             raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on

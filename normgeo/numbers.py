@@ -10,7 +10,7 @@ from normgeo.errors import DataError
 
 __all__ = ["LEAST", "check_numbers"]
 
-LEAST = {"tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0, "rounds": 0}
+LEAST = {"d": 1, "tokens": 1, "context": 1, "batch": 1, "null": 0, "null_every": 1, "seed": 0, "rounds": 0}
 MOST = 2**62
 """Above, numbers of tokens are none of the machine's any more."""
 

@@ -136,7 +136,10 @@ def check_context(model: PreTrainedModel, context: int) -> None:
         raise ModelError(f"{type(model).__name__} takes {model.main_input_name}, not token ids")
     longest = max_context(model)
     if longest is not None and context > longest:
-        raise DataError(f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest}")
+        raise DataError(
+            f"contexts of {context} tokens are longer than the model's {longest}; give --context {longest} "
+            f"(load_tokens(..., context={longest}))"
+        )
 
 
 def check_sites(model: PreTrainedModel, sites: Sequence[NormSite]) -> None:
@@ -210,9 +213,9 @@ def _check_handed(model: PreTrainedModel, sites: Sequence[NormSite], handed: Han
                 at = f", from token {batch.start:,} on" if batch.start else ""
                 raise ModelError(
                     f"{site.key} sees {vectors} vectors when {type(model).__name__} is given {batch.n_tokens} token "
-                    f"ids alone{at}, not {site.heads} for each; leave it out (--sites takes roles and name patterns of "
-                    "others), or, where the model pads, give --tokens in whole contexts of a length that it takes as "
-                    "they are"
+                    f"ids alone{at}, not {site.heads} for each; leave it out (--sites, sites=, takes roles and name "
+                    "patterns of others), or, where the model pads, give --tokens (n_tokens=) in whole contexts of a "
+                    "length that it takes as they are"
                 )
 
 
@@ -222,8 +225,8 @@ def _check_calls(model: PreTrainedModel, sites: Sequence[NormSite], calls: Seque
         if site.calls and made not in (0, site.calls):
             raise ModelError(
                 f"{type(model).__name__} calls {site.name} {made} times in this pass, and {site.calls} times where its "
-                "norms were found, so that which call is which does not show; leave it out (--sites takes roles and "
-                "name patterns of others), or, in Python, find the sites with inputs= as long as these"
+                "norms were found, so that which call is which does not show; leave it out (--sites, sites=, takes "
+                "roles and name patterns of others), or, in Python, find the sites with inputs= as long as these"
             )
 
 

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,10 @@ class TokenStream:
 
 def _length(context: int | None, usual: int) -> int:
     """The length of contexts that was asked for, or else the usual one."""
-    if context is not None and context < 1:
-        raise DataError(f"context must be at least 1, received {context}; leave it out for {usual:,}")
+    if context is not None and (not isinstance(context, Integral) or context < 1):
+        raise DataError(
+            f"context must be a whole number of at least 1, received {context!r}; leave it out for {usual:,}"
+        )
     return usual if context is None else context
 
 
@@ -351,7 +354,14 @@ def _packed(
 
 def _check_tokenizer(tokenizer: Any, source: str) -> None:
     if tokenizer is None:
-        raise DataError(f"{source} cannot become tokens: the model has no tokenizer; give one, or token ids as .npy")
+        raise DataError(
+            f"{source} cannot become tokens: the model has no tokenizer; put its files beside the model's, give one in "
+            "Python, or token ids as .npy"
+        )
+    if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
+        raise DataError(
+            f"a tokenizer is what load_tokenizer gives, one of transformers'; received {type(tokenizer).__name__}"
+        )
 
 
 def _load_ids(path: Path) -> np.ndarray:

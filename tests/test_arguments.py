@@ -6,7 +6,19 @@ import pytest
 import torch
 import zoo
 
-from normgeo import find_sites, load_model, load_tokenizer, load_tokens, observe
+from normgeo import (
+    AngleTable,
+    CRMSNorm,
+    Directions,
+    LayerNorm,
+    RMSNorm,
+    find_sites,
+    load_model,
+    load_tokenizer,
+    load_tokens,
+    observe,
+    standardize,
+)  # fmt: skip
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.bench.inference import bench_inference
 from normgeo.bench.inference_models import build
@@ -145,3 +157,34 @@ def test_a_damaged_table_is_said(tmp_path):
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(RunError, match=r"t\.parquet cannot be read as a table \("):
         read_table(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm, lambda d: CRMSNorm(d + 1)])
+def test_norms_of_whole_numbers_are_refused(norm):
+    """They were truncated."""
+    with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=r"floating point|Long"):
+        norm(3)(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(TypeError, match="was given no tensor"):
+        norm(3)()
+
+
+def test_whole_numbers_are_standardized_as_floats(untyped):
+    found, truth = standardize(torch.tensor([1, 2, 3])), standardize(torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda path: load_tokens("sample", "embedded-layernorm"), DataError, "load_tokenizer gives.*received str"),
+        (lambda path: load_tokens("sample", context="128"), DataError, "whole number of at least 1, received '128'"),
+        (lambda path: AngleTable.concatenated([]), DataError, "no tables"),
+        (lambda path: Directions.seeded(4, seed=-1), DataError, "--seed must be at least 0"),
+        (lambda path: Directions.seeded(0), DataError, "--d must be at least 1"),
+        (lambda path: load_tokenizer("embedded-layernrom"), ModelError, "did you mean embedded-layernorm"),
+        (lambda path: load_model("embedded-layernorm", device_map="balanced"), ModelError, "takes auto"),
+    ],
+)
+def test_other_mistakes_are_said(untyped, tmp_path, call, error, says):
+    with pytest.raises(error, match=says):
+        call(tmp_path)

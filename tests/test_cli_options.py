@@ -81,7 +81,7 @@ def test_capture(called):
 
 def test_convert(called):
     options = {name: ANGLES[name] for name in ("data", "tokens", "context", "dtype", "device", "revision")}
-    flags = "--keep-tie", "--fold", "--padded", "--in-memory", "--trust-remote-code"
+    flags = "--keep-tie", "--fold-affine", "--padded", "--in-memory", "--trust-remote-code"
     more = words(options | {"to": "crmsnorm", "outputs": "logits, a.b"}, *flags)
     given = called(conversion_runs, "convert_checkpoint", "convert", "m", "here", *more)
     options["n_tokens"] = options.pop("tokens")

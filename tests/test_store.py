@@ -17,7 +17,7 @@ from normgeo import HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
-from normgeo.errors import StoreError
+from normgeo.errors import DataError, StoreError
 from normgeo.store import capture, scan
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
@@ -268,7 +268,7 @@ def test_reading(store):
     with pytest.raises(IndexError):
         states[N]
     for n in (0, -1):
-        with pytest.raises(ValueError, match="at least one token"):
+        with pytest.raises(DataError, match="--batch must be at least 1"):
             states.batches(n)
     with pytest.raises(StoreError, match="id, document, position, received 'ids'"):
         found.tokens("ids")

@@ -21,7 +21,7 @@ from normgeo.models import memory_explained, on_cpu
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, sites_of
 from normgeo.stream import check_context, check_pass, check_sites, stream
-from normgeo.system.files import read_table, write_whole
+from normgeo.system.files import check_folder, read_table, write_whole
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
@@ -69,8 +69,12 @@ class AngleTable:
         return verdict(self.frame, self.sinks)
 
     def save(self, folder: str | Path) -> None:
-        """Write `angles.parquet` and `sinks.parquet` to a directory, which is made where there is none; each whole."""
-        folder = Path(folder)
+        """Write `angles.parquet` and `sinks.parquet` to a directory, which is made where there is none; each whole.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        check_folder(folder := Path(folder))
         folder.mkdir(parents=True, exist_ok=True)
         for name, frame in (("angles", self.frame), ("sinks", self.sinks)):
             write_whole(folder / f"{name}.parquet", frame.to_parquet(None, index=False))
@@ -101,8 +105,10 @@ class AngleTable:
         """The rows of several tables, in order.
 
         Raises:
-            DataError: two have a model of one name, whose rows could not be told apart.
+            DataError: there is none, or two have a model of one name, whose rows could not be told apart.
         """
+        if not tables:
+            raise DataError("there are no tables to put together")
         names = [name for table in tables for name in table.frame.model.unique()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two tables are of a model called {twice[0]!r}; measure with name=... to tell them apart")
@@ -153,7 +159,7 @@ def check_seen(statistics: AngleStatistics) -> None:
                 raise ActivationError(
                     f"no vector at {site.key} ({phase}) has an angle: all {left:.0f} are zero or not finite. Are the "
                     "model's weights finite, and do its numbers fit its dtype? --dtype float32 has the most room; a "
-                    "norm that only ever sees zeros can be left out by --sites"
+                    "norm that only ever sees zeros can be left out by --sites (sites=)"
                 )
 
 
@@ -269,7 +275,7 @@ def new_statistics(
         DataError: there are no sites, or not the model's, a number is too small, or `bos` is no token id.
     """
     if not sites:
-        raise DataError("there are no sites to measure at; where the only norms are on heads, --qk finds those")
+        raise DataError("there are no sites to measure at; norms on heads are found with --qk (qk=True)")
     check_sites(model, sites)
     check_numbers(null=null, null_every=null_every, seed=seed)
     if bos is not None and not isinstance(bos, Integral):

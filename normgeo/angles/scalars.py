@@ -239,7 +239,7 @@ class ScalarStore:
             return standardized_norm(torch.from_numpy(norm), int(array.attrs["d"]), eps).numpy()  # pyright: ignore
         return norm
 
-    def angles(self, site: str, phase: str, direction: str) -> Float[np.ndarray, " vectors"]:
+    def angles(self, site: str, phase: str = "pre", direction: str = "uniform") -> Float[np.ndarray, " vectors"]:
         """Angle in degrees of every vector of a site to a direction; NaN where it was excluded.
 
         Args:

@@ -64,7 +64,7 @@ def _check_alone(command: str | None) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")] = False,
     version: Annotated[
         bool | None, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = None,

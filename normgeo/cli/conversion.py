@@ -34,7 +34,9 @@ def convert(
         str | None, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.", show_default="cpu")
     ] = None,
     keep_tie: Annotated[bool, typer.Option("--keep-tie", help="Keep a tied head tied (rank-one correction).")] = False,
-    fold: Annotated[bool, typer.Option("--fold", help="Fold gamma and beta into what reads each norm.")] = False,
+    fold_affine: Annotated[
+        bool, typer.Option("--fold-affine", help="Fold gamma and beta into what reads each norm.")
+    ] = False,
     padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
     outputs: Annotated[
         str | None,
@@ -57,7 +59,7 @@ def convert(
     names = words(outputs, "--outputs") if outputs else []
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
-        fold_affine=fold, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
+        fold_affine=fold_affine, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
         trust_remote_code=trust_remote_code, announce=note,
     )  # fmt: skip
     console.print(conversion.certificate.table())

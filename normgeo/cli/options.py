@@ -60,10 +60,10 @@ def refuse_beside(given: typer.Context, option: str, *allowed: str) -> None:
     Raises:
         NormGeoError: others were given.
     """
-    sources = {p.opts[0]: given.get_parameter_source(p.name) for p in given.command.params if p.name}
-    said = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if others := [name for name in said if name not in (option, *allowed)]:
-        names = ", ".join(name if name.startswith("-") else name.upper() for name in others)
+    sources = [(p, given.get_parameter_source(p.name)) for p in given.command.params if p.name]
+    said = [p for p, source in sources if source is not None and source.name == "COMMANDLINE"]
+    if others := [p for p in said if p.opts[0] not in (option, *allowed)]:
+        names = ", ".join(p.opts[0] if p.opts[0].startswith("-") else str(p.metavar or p.name).upper() for p in others)
         options = [name for name in allowed if name.startswith("-")]
         beside = f"only {', '.join(options)} may be given" if options else "nothing else may be given"
         raise NormGeoError(f"leave out {names}: beside {option} {beside}")

@@ -62,7 +62,8 @@ def capture(
     quiet()
     where = resume or store
     if where is None or (resume is None and model is None):
-        raise NormGeoError("give a MODEL and a --store to write, or --resume a store")
+        missing = " and ".join([*["a MODEL"] * (model is None), *["a --store to write"] * (store is None)])
+        raise NormGeoError(f"give {missing}, or --resume a store")
     with resumable("capture", where, lambda: storage_at(where).size("store.json") is not None, trust_remote_code):
         if resume:
             refuse_beside(given, "--resume", "--trust-remote-code")

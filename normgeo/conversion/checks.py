@@ -36,7 +36,7 @@ def check_options(
             "a compressed model cannot keep its head tied: its two weights are compressed differently"
         )
     if padded and to != "crmsnorm":
-        raise ConversionError("padded=True goes with to='crmsnorm'")
+        raise ConversionError("--padded (padded=True) goes with --to crmsnorm")
     if trainable and to != "rmsnorm":
         raise ConversionError(f"trainable=True goes with to='rmsnorm', not {to!r}")
     if trainable and (keep_tie or fold_affine):

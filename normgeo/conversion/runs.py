@@ -24,6 +24,7 @@ from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model,
 from normgeo.models import weights_digest
 from normgeo.norms import CRMSNorm
 from normgeo.numbers import check_numbers
+from normgeo.sites import find_sites
 from normgeo.stream import check_context, vocabulary
 from normgeo.system.folders import whole_directory
 from normgeo.tokens import TokenStream, counted, load_tokens
@@ -108,7 +109,7 @@ def convert_checkpoint(
     check_numbers(tokens=n_tokens)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model = load_model(name, dtype=dtype, device=device or "cpu", **where)
-    native_class(type(model))  # a model with code of its own cannot be saved: say so before the work
+    _check_saveable(model)
     about = _original(name, revision, weights_sha256=weights_digest(model))
     tokenizer = load_tokenizer(name, **where)
     if to == "rmsnorm" and is_compressed(model):
@@ -116,9 +117,9 @@ def convert_checkpoint(
         if given or keep_tie or fold_affine or padded or outputs:
             raise ConversionError(
                 f"{name} is compressed, and gets all its numbers again as they were: leave out --data, --tokens, "
-                "--context, --fold, --keep-tie, --padded and --outputs"
+                "--context, --fold-affine, --keep-tie, --padded and --outputs"
             )
-        announce(f"{name}: compressed; giving it all d numbers again")
+        announce(f"{name} is compressed: giving it all d numbers again")
         conversion = decompress(model)
     else:
         batches, of_text = _text(model, data, tokenizer, n_tokens, context)
@@ -131,6 +132,15 @@ def convert_checkpoint(
         about |= of_text
     extras = [] if tokenizer is None else [tokenizer]
     return conversion, save(conversion, out, beside=folder, extras=extras, about=about)
+
+
+def _check_saveable(model: PreTrainedModel) -> None:
+    """Say before the work that a model with code of its own cannot be saved, where there is a LayerNorm to convert."""
+    try:
+        native_class(type(model))
+    except ConversionError:
+        if is_compressed(model) or any(site.kind == "layernorm" for site in find_sites(model, qk=True)):
+            raise
 
 
 def _refuse_unused(unused: dict[str, bool], short: bool) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.kernels.checksum import checksum
+from normgeo.numbers import check_numbers
 from normgeo.packing import Context
 from normgeo.sites import NormSite
 from normgeo.store.layout import (
@@ -36,7 +37,7 @@ from normgeo.store.layout import (
     read_log,
     read_record,
     read_store,
-)
+)  # fmt: skip
 from normgeo.store.objects import storage_at
 from normgeo.store.rebuild import Rebuild, standardized
 from normgeo.store.storage import Storage
@@ -197,9 +198,8 @@ class HiddenStates:
         )
 
     def batches(self, n_tokens: int) -> Iterator[Float[Tensor, "vectors d"]]:
-        """All committed vectors in order, of so many tokens at once; raises as an index, and ValueError below 1."""
-        if n_tokens < 1:
-            raise ValueError(f"a batch has at least one token, received {n_tokens}")
+        """All committed vectors in order, of so many tokens at once; raises as an index, and DataError below 1."""
+        check_numbers(batch=n_tokens)
         return self._batches(n_tokens)
 
     def _batches(self, n_tokens: int) -> Iterator[Tensor]:
@@ -312,9 +312,8 @@ class HiddenStateStore:
             StoreError: it is not in the store.
         """
         name = f"sites/{site}/{phase}"
-        for spec in self.layout.arrays:
-            if spec.name == name:
-                return spec
+        if found := [spec for spec in self.layout.arrays if spec.name == name]:
+            return found[0]
         phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
         keys = [s.key for s in self.sites]
         if site in keys and phase in ("standardized", "post") and "pre" in phases:
@@ -367,14 +366,15 @@ class HiddenStateStore:
         """The standardized or the post-norm vectors of inputs of the site with this key.
 
         Raises:
-            StoreError: it is another phase, there is no such site, or what is stored of the norm is damaged.
+            StoreError: it is another phase, there is no such site, inputs are of another width, or the norm is damaged.
         """
         if phase not in ("standardized", "post"):
             raise StoreError(f"standardized and post vectors follow from inputs, received {phase!r}")
         if site not in (norms := {norm.key: norm for norm in self.sites}):
             raise StoreError(f"no site {site!r} in the store; sites are {', '.join(norms)}")
-        kind, eps = norms[site].kind, norms[site].eps
-        return standardized(pre, kind, eps) if phase == "standardized" else self.rebuild(norms[site])(pre, eps)
+        if pre.shape[1:] != ((norm := norms[site]).d,):
+            raise StoreError(f"inputs of {site} are (vectors, {norm.d}), received {tuple(pre.shape)}")
+        return standardized(pre, norm.kind, norm.eps) if phase == "standardized" else self.rebuild(norm)(pre, norm.eps)
 
     def stream(self) -> TokenStream:
         """The committed tokens, in the contexts that the model saw."""

@@ -70,8 +70,10 @@ class Recipe:
             value = getattr(self, field.name)
             if field.name not in ("precision", "tied") and not (value is None and field.name == "checkpoint_every"):
                 _check_number(field.name, value, whole="int" in str(field.type))
-        if not (math.isfinite(self.lr) and self.lr > 0 and 0 <= self.dropout < 1):
-            raise NormGeoError(f"a learning rate is above 0 and a dropout in [0, 1): {self.lr}, {self.dropout}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise NormGeoError(f"--lr, the learning rate, must be above 0, received {self.lr}")
+        if not 0 <= self.dropout < 1:
+            raise NormGeoError(f"--dropout must be at least 0 and below 1, received {self.dropout}")
         if not (0 <= self.weight_decay < math.inf and self.clip > 0 and 0 <= self.beta2 < 1):
             raise NormGeoError(
                 "weight_decay is finite and at least 0, clip above 0 (inf does not clip), and beta2 in [0, 1): "
