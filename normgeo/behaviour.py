@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from normgeo.errors import ModelError
 from normgeo.models import copied
 
 __all__ = ["Behaviour", "Kind", "behaviour_of"]
@@ -54,64 +56,118 @@ def behaviour_of(module: nn.Module, shape: torch.Size, given: torch.dtype = torc
     Raises:
         ModelError: it cannot be copied.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    module = copied(module, _without_hooks(module, dtype)).to(dtype).eval()
-    generator = torch.Generator().manual_seed(0)
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    for dtype in dict.fromkeys((torch.float64, torch.promote_types(own, torch.float32))):
+        try:
+            return _Probe.of(module, shape, dtype).behaviour(given)
+        except ModelError:
+            raise
+        except Exception:  # whatever a module raises that wants other inputs, or casts them to a dtype of its own
+            continue
+    return None
 
-    def probe() -> Tensor:
-        signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
-        x = signs * (0.5 + torch.rand(shape, generator=generator))
-        lengths = 0.5 + 1.5 * torch.rand((*shape[:-1], 1), generator=generator)
-        return (1e3 * lengths * (x + torch.randn((*shape[:-1], 1), generator=generator))).to(device, dtype)
 
-    fits = [probe() for _ in range(4)]
-    try:
-        for parameter in module.parameters():
+@dataclass
+class _Probe:
+    """A copy of a module, and random vectors for it of which each has its own length and mean.
+
+    Attributes:
+        module: the copy.
+        shape: of what it is given.
+        device, dtype: of the vectors.
+    """
+
+    module: nn.Module
+    shape: torch.Size
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @classmethod
+    def of(cls, module: nn.Module, shape: torch.Size, dtype: torch.dtype) -> _Probe:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        dtype = torch.float32 if device.type == "mps" else dtype
+        whole = copied(module, _without_hooks(module, dtype)).to(dtype).eval()
+        probe = cls(whole, shape, device, dtype)
+        for parameter in probe.module.parameters():
             parameter[~torch.isfinite(parameter)] = 1.0
             if not parameter.any():
                 parameter.fill_(1.0)
+        return probe
+
+    def vectors(self) -> Tensor:
+        signs = torch.randint(0, 2, self.shape, generator=self.generator) * 2.0 - 1
+        x = signs * (0.5 + torch.rand(self.shape, generator=self.generator))
+        lengths = 0.5 + 1.5 * torch.rand((*self.shape[:-1], 1), generator=self.generator)
+        moved = x + torch.randn((*self.shape[:-1], 1), generator=self.generator)
+        return (1e3 * lengths * moved).to(self.device, self.dtype)
+
+    def behaviour(self, given: torch.dtype) -> Behaviour | None:
+        """What it does; raises whatever the module raises."""
+        module, fits = self.module, [self.vectors() for _ in range(4)]
         odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
         beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
-        fresh = probe()
+        fresh = self.vectors()
         truth = module(fresh)
-    except Exception:  # whatever a module raises that wants other inputs: then it is no norm
+        if truth.shape != self.shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0):
+            return None
+        for kind in ("layernorm", "rmsnorm"):
+            y = _standardized(torch.stack(fits), kind)
+            gamma = (odd * y).sum(0) / y.pow(2).sum(0)
+            error = truth - (gamma * _standardized(fresh, kind) + beta)
+            if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
+                if _fits_any(module, fresh) and not self._gains_last(kind):
+                    return None
+                eps = _named_eps(module)
+                if eps is None or not _is_its_eps(eps, module, fresh / 1e3, gamma, kind):
+                    eps = _measured_eps(module, fresh / 1e3, gamma, kind, given)
+                has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
+                return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
         return None
-    if truth.shape != shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0) or _fits_any(module, fresh):
-        return None
-    for kind in ("layernorm", "rmsnorm"):
-        y = _standardized(torch.stack(fits), kind)
-        gamma = (odd * y).sum(0) / y.pow(2).sum(0)
-        error = truth - (gamma * _standardized(fresh, kind) + beta)
-        if error.pow(2).mean().sqrt() < TOLERANCE * truth.pow(2).mean().sqrt():
-            eps = _named_eps(module)
-            eps = _measured_eps(module, fresh / 1e3, gamma, kind, given) if eps is None else eps
-            has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
-            return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
-    return None
+
+    def _gains_last(self, kind: Kind) -> bool:
+        """Whether gains are the same for all vectors, whatever they are: else they belong to another axis."""
+        module, x = copy.deepcopy(self.module), self.vectors()
+        for parameter in module.parameters():
+            noise = torch.rand(parameter.shape, generator=self.generator, dtype=torch.float32)
+            parameter.copy_(0.5 + noise.to(parameter))
+        gamma = (module(x) - module(-x)) / 2 / _standardized(x, kind)
+        gamma = gamma.flatten(0, -2)
+        return bool(((gamma - gamma[0]).abs().median(0).values < 1e-3 * gamma[0].abs()).all())
 
 
 def _without_hooks(module: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
     """What a copy of a module has instead of its hooks: none, and in this dtype what they made in the last pass.
 
     Hooks change what a norm gives, as those that recenter, and are not to see random vectors. A weight that one of them
-    makes, as of a pruned norm, is no parameter.
+    makes, as of a pruned norm, is no parameter. Parameters that are spread over processes are whole in the copy.
     """
     instead: dict[int, Any] = {}
     for part in module.modules():
         instead |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
         made = (value for value in vars(part).values() if isinstance(value, Tensor))
         instead |= {id(value): value.detach().to(dtype) if value.is_floating_point() else value for value in made}
-    return instead
+    spread: list[Any] = [p for p in module.parameters() if hasattr(p, "full_tensor")]
+    return instead | {id(p): nn.Parameter(p.full_tensor().detach(), requires_grad=False) for p in spread}
 
 
 def _fits_any(module: nn.Module, x: Tensor) -> bool:
-    """Whether a module with parameters takes vectors of another width: its gains belong to another axis (GroupNorm)."""
+    """Whether a module with gains takes vectors of another width: they may belong to another axis (GroupNorm)."""
     try:
         narrow = x[..., :-1]  # of a width of one, gains of two make two again
-        return any(True for _ in module.parameters()) and module(narrow).shape == narrow.shape
+        return any(p.numel() > 1 for p in module.parameters()) and module(narrow).shape == narrow.shape
     except Exception:  # whatever a module raises at a wrong width
         return False
+
+
+def _is_its_eps(eps: float, module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> bool:
+    """Whether vectors whose mean square is a third of eps come out half as long: others add it to a deviation."""
+    y = _standardized(x, kind)
+    v = (x - x.mean(-1, keepdim=True) if kind == "layernorm" else x).pow(2).mean(-1, keepdim=True)
+    short = x * (eps / 3 / v).sqrt()
+    out = (module(short) - module(-short)) / 2
+    half = (out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)
+    return eps == 0 or bool((half - 0.5).abs().max() < 0.01)
 
 
 def _has_bias(module: nn.Module) -> bool:

@@ -114,7 +114,8 @@ class Placer:
         place = self.trace.layer_of(call.name)
         runs = self.trace.runs.get(place[0], []) if place is not None else []
         if place is None or not runs:
-            return place
+            called = place is not None and any(c.name == place[0] for c in self.trace.calls)
+            return None if called and self.trace.runs else place  # a `Sequential`, as of a head, is no list of layers
         itself = call.name == f"{place[0]}.{place[1]}" and id(call) in self.known  # as behind those of a `Sequential`
         named = any(layer.name == f"{place[0]}.{place[1]}" for layer in runs)
         beside = call.ended < runs[0].began or call.began > max(layer.ended for layer in runs)

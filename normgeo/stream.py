@@ -6,8 +6,8 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -70,23 +70,42 @@ class Sink(Protocol):
         """The batch has gone through the model."""
 
 
-Handed = dict[tuple[int, str], int]
-"""How many vectors a site, by its index, gave of a phase in one pass."""
+@dataclass
+class Pass:
+    """A forward pass of the stream's.
+
+    Attributes:
+        handed: how many vectors a site, by its index, gave of a phase.
+        calls: how many there were, by the names of the norms.
+        running: whether the model runs for the stream: in what sinks do it may run, too, and hands them nothing.
+    """
+
+    handed: dict[tuple[int, str], int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    running: bool = False
+
+    @contextmanager
+    def begun(self, names: Iterable[str]) -> Iterator[None]:
+        """While inside, the model runs for the stream, and nothing has been called yet."""
+        self.handed.clear()
+        self.calls = dict.fromkeys(names, 0)
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
 
 
 @contextmanager
-def hooked(
-    model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]
-) -> Iterator[tuple[Handed, dict[str, int]]]:
-    """While inside, every call of a norm hands its input and output to the sinks; afterwards nothing stays.
+def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -> Iterator[Pass]:
+    """While inside, every call of a norm in a pass of the stream's hands its input and output to the sinks.
 
-    Gives what was handed in the pass that began last, and how many calls there were by the names of the norms.
+    Afterwards nothing stays.
     """
     by_name: dict[str, dict[int, int]] = defaultdict(dict)
     for index, site in enumerate(sites):
         by_name[site.name][site.call] = index
-    calls: dict[str, int] = {}
-    handed: Handed = {}
+    now = Pass()
 
     def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
         hidden = hidden.detach()
@@ -95,33 +114,29 @@ def hooked(
         elif sites[site].time_major:
             hidden = hidden.transpose(0, 1)
         rows = hidden.reshape(-1, sites[site].d)
-        handed[site, phase] = len(rows)
+        now.handed[site, phase] = len(rows)
+        now.running = False
         for sink in sinks:
             sink.take(site, phase, rows)
+        now.running = True
 
     def hooks(name: str) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         by_call = by_name[name]
 
         def before(x: Tensor) -> None:
-            calls[name] += 1
-            if (site := by_call.get(calls[name] - 1)) is not None:
-                hand(site, "pre", x)
+            if now.running:
+                now.calls[name] += 1
+                if (site := by_call.get(now.calls[name] - 1)) is not None:
+                    hand(site, "pre", x)
 
         def after(output: Tensor) -> None:
-            if (site := by_call.get(calls[name] - 1)) is not None:
+            if now.running and (site := by_call.get(now.calls[name] - 1)) is not None:
                 hand(site, "post", output)
 
         return before, after
 
-    def reset(*_: Any) -> None:
-        calls.update(dict.fromkeys(by_name, 0))
-        handed.clear()
-
-    with ExitStack() as registered:
-        reset()
-        registered.enter_context(model.register_forward_pre_hook(reset))
-        registered.enter_context(watched(model, {name: hooks(name) for name in by_name}))
-        yield handed, calls
+    with watched(model, {name: hooks(name) for name in by_name}):
+        yield now
 
 
 def check_context(model: PreTrainedModel, context: int) -> None:
@@ -205,7 +220,9 @@ def check_pass(model: PreTrainedModel, sites: Sequence[NormSite], context: int) 
         list(stream(model, sites, [TokenBatch(ids, ids, 0)], []))
 
 
-def _check_handed(model: PreTrainedModel, sites: Sequence[NormSite], handed: Handed, batch: TokenBatch) -> None:
+def _check_handed(
+    model: PreTrainedModel, sites: Sequence[NormSite], handed: dict[tuple[int, str], int], batch: TokenBatch
+) -> None:
     """Refuse a pass in which a site has not seen every token: vectors would be taken for those of other tokens."""
     for index, site in enumerate(sites):
         for phase in ("pre", "post"):
@@ -231,7 +248,15 @@ def _check_calls(model: PreTrainedModel, sites: Sequence[NormSite], calls: Seque
 
 
 def _runner(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    """The base model where it holds all the sites, and calls them all, else the whole model."""
+    """The base model where it holds all the sites, and calls them all, else the whole model.
+
+    What is around the base does nothing before it in classes of transformers, as long as nobody hooks into it or puts
+    another forward in its place: mixed precision as accelerate prepares it, or code that changes what comes in.
+    """
+    replaced = "forward" in vars(model) and not hasattr(model, "_hf_hook")  # which only moves what comes in
+    own = not str(type(model).forward.__module__).startswith(("transformers.", "normgeo."))
+    if replaced or own or model._forward_pre_hooks:
+        return model
     base = base_model(model)
     inside = {id(m) for m in base.modules()}
     modules = dict(model.named_modules())
@@ -296,7 +321,8 @@ def stream(
     pad = getattr(settings, "pad_token_id", None)
     ends = getattr(settings, "eos_token_id", None)
     told = pad in (ends if isinstance(ends, (list, tuple)) else [ends])  # where it may end a document
-    with memory_kept(), evaluating(model), hooked(runner, local, sinks) as (handed, calls):
+    names = {site.name for site in local}
+    with memory_kept(), evaluating(model), hooked(runner, local, sinks) as now:
         for batch in batches:
             if pad is not None and not told and _padded(batch, pad):
                 told = True
@@ -307,10 +333,11 @@ def stream(
             with torch.inference_mode(), in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
-                forward(runner, batch, known)
-                _check_calls(model, sites, [calls[site.name] for site in local])
+                with now.begun(names):
+                    forward(runner, batch, known)
+                _check_calls(model, sites, [now.calls[site.name] for site in local])
                 if every_token:
-                    _check_handed(model, sites, handed, batch)
+                    _check_handed(model, sites, now.handed, batch)
                 for sink in sinks:
                     sink.end()
             yield batch

@@ -199,24 +199,25 @@ def test_what_is_put_into_a_block_afterwards_is_not_written_over():
             fused(**inputs)
         assert close(outputs_of(copied, inputs), outputs_of(plain, inputs))
     changed = copy.deepcopy(plain)
-    put(changed)
-    with pytest.raises(ConversionError, match=r"nothing was changed|read after it is added to"):
-        optimize(changed)
+    put(changed)  # before, what it gives is seen to be there still
+    assert close(outputs_of(optimize(copy.deepcopy(changed), inputs), inputs), outputs_of(changed, inputs))
     changed = copy.deepcopy(plain)
     patch(changed)
     assert close(outputs_of(optimize(copy.deepcopy(changed)), inputs), outputs_of(changed, inputs))
 
 
 @torch.no_grad()
-def test_attentions_that_are_additions_to_the_stream_are_refused():
+def test_attentions_that_are_additions_to_the_stream_are_not_written_over():
     """RWKV calls what its blocks add by that name."""
     rwkv = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == "rwkv"))
     plain = convert(rwkv).model
     inputs = example_inputs(plain, time=11, seed=4)
     fused = optimize(copy.deepcopy(plain))
-    for options in ({"output_attentions": True}, {"output_hidden_states": True}):
-        with pytest.raises(ConversionError, match="optimized model has no"):
-            fused(**inputs, **options)
+    with pytest.raises(ConversionError, match="optimized model has no"):
+        fused(**inputs, output_hidden_states=True)
+    found, truth = (outputs_of(m, inputs, output_attentions=True) for m in (fused, plain))
+    assert close(found, truth)
+    assert len(truth) > len(outputs_of(plain, inputs))
     assert close(outputs_of(fused, inputs), outputs_of(plain, inputs))
     plain = convert(zoo.tiny("gpt2", attn_implementation="eager")).model
     fused, inputs = optimize(copy.deepcopy(plain)), example_inputs(plain, time=11, seed=4)

@@ -177,7 +177,7 @@ class NullEnsemble:
         used = slots * n
         at_least = max(used, _fewest(device))
         chunk.rows[used:at_least] = 0
-        with _whole_float32():
+        with _whole_float32(), torch.autocast(device.type, enabled=False):  # which callers may be under
             cosines = (chunk.rows[:at_least] @ null)[:used]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
         self._add(chunk.sites, moments, [phases[-1] for phases in chunk.phases])

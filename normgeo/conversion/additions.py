@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from normgeo.conversion.liveness import free_operands
+
 __all__ = ["rewritten"]
 
 ADD = "_normgeo_add"
@@ -20,23 +22,25 @@ ADD = "_normgeo_add"
 class _Additions(ast.NodeTransformer):
     """Turns every a + b and a += b into a call that knows its block, its place and which of the two it is."""
 
-    def __init__(self, block: str) -> None:
-        self.block, self.count = block, 0
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self.block, self.count, self.free = function.args.args[0].arg, 0, free_operands(function)
 
-    def _call(self, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
+    def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
         self.count += 1
-        place = [ast.Name(self.block, ast.Load()), ast.Constant(self.count), ast.Constant(augmented)]
-        return ast.Call(ast.Name(ADD, ast.Load()), [*place, a, b], [])
+        free = self.free.get(node, (False, False))
+        told = [ast.Constant(value) for value in (self.count, augmented, *free)]
+        return ast.Call(ast.Name(ADD, ast.Load()), [ast.Name(self.block, ast.Load()), *told, a, b], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        return self._call(node.left, node.right, augmented=False) if isinstance(node.op, ast.Add) else node
+        return self._call(node, node.left, node.right, augmented=False) if isinstance(node.op, ast.Add) else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
             return node
-        return ast.Assign([node.target], self._call(ast.Name(node.target.id, ast.Load()), node.value, augmented=True))
+        a = ast.Name(node.target.id, ast.Load())
+        return ast.Assign([node.target], self._call(node, a, node.value, augmented=True))
 
 
 def _private(node: ast.AST) -> bool:
@@ -50,8 +54,8 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
 
     Args:
         cls: a class of blocks.
-        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, and the
-            two that are added.
+        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, whether
+            nothing reads a, and b, again, and the two that are added.
     """
     inner = inspect.unwrap(cls.forward)
     if not isinstance(inner, FunctionType) or inner.__code__.co_freevars:
@@ -65,7 +69,7 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
         return None
     if any(map(_private, ast.walk(function))):
         return None
-    additions = _Additions(function.args.args[0].arg)
+    additions = _Additions(function)
     function.body = [additions.visit(line) for line in function.body]
     if not additions.count:
         return None

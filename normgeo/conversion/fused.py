@@ -51,7 +51,7 @@ class Stream:
         given: where the inputs are, which are the caller's.
         last: what a norm was given last.
         seen: the sum that a pass in mode `watch` has made last, and where.
-        added_to: what it has added to, by weak references, and where.
+        added_to: what it has added to, by weak references, and where; `addends`: what it has added.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own`, and `reader`, whose it is.
     """
@@ -65,6 +65,7 @@ class Stream:
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
         self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
+        self.addends: list[tuple[weakref.ref[Tensor], Any, int]] = []
         self.reset()
 
     def reset(self, *inputs: Any, running: bool = False) -> None:
@@ -77,10 +78,19 @@ class Stream:
         self.reader: nn.Module | None = None
 
     def without_kept(self, x: Tensor | None = None) -> None:
-        """Add in place nowhere to what is still there behind all blocks, beside x: somebody may read it."""
+        """Write nowhere over what is still there behind all blocks, beside x: somebody may read it."""
         for residual, block, place in self.added_to:
             if (kept := residual()) is not None and kept is not x:
                 block.normgeo_next[place] = None
+        for addend, block, place in self.addends:
+            if addend() is not None and (reader := block.normgeo_next.get(place)) is not None:
+                block.normgeo_next[place] = reader._replace(over=False)
+
+    def forget(self) -> None:
+        """Know no longer what a pass in mode `watch` has made."""
+        self.seen = None
+        self.added_to.clear()
+        self.addends.clear()
 
     def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
@@ -139,11 +149,14 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 
 
-def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
-    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next."""
+def added(block: Any, place: int, augmented: bool, free_a: bool, free_b: bool, a: Any, b: Any) -> Any:
+    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next.
+
+    That is written over the other one, where nothing reads it again: the code behind says so by `free_a` and `free_b`.
+    """
     stream: Stream = block.normgeo_stream
     plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
-    residual, x = (a, b) if augmented or a is stream.last else (b, a)
+    residual, x, free = (a, b, free_b) if augmented or a is stream.last else (b, a, free_a)
     if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
         if augmented:
             stream.ready = stream.reader = None  # what is ready may be of what this changes
@@ -152,6 +165,7 @@ def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
         total = plus(a, b)
         if stream.seen is not None and _is(stream.seen[0], residual):
             stream.added_to.append((weakref.ref(residual), block, place))
+        stream.addends.append((weakref.ref(x), block, place))
         stream.seen = (total, block, place, begins(x) not in block.normgeo_kept)
         return total
     reader, own = block.normgeo_next.get(place), stream.own
@@ -170,7 +184,7 @@ def added(block: Any, place: int, augmented: bool, a: Any, b: Any) -> Any:
         stream.own = total
         return total
     norm, inner, over = reader
-    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    over = over and free and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
     z = None
     if stream.mode == "fast":
         try:  # as attributes they take as long as the rest of this function

@@ -275,7 +275,7 @@ def _verify(
         ) from error
     stream.seen = None
     stream.without_kept()
-    stream.added_to.clear()
+    stream.forget()
     if not fused_norms(model):
         raise ConversionError(f"no norm of {type(model).__name__} reads a sum that its blocks compute; nothing to fuse")
     if not _equal(watched, truth):
@@ -301,8 +301,7 @@ def _may_narrow(model: PreTrainedModel, inputs: dict[str, Tensor], stream: Strea
         with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):  # else all weights are held twice
             stream.mode = "watch"
             truth = outputs_of(model, inputs)
-            stream.seen = None
-            stream.added_to.clear()
+            stream.forget()
             stream.mode, stream.narrow = "exact", True
             return _equal(outputs_of(model, inputs), truth)
     except ModelError:

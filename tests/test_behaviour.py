@@ -1,0 +1,122 @@
+"""What modules do, however they are written: those that are norms are found as such, with the eps that they have."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from normgeo.behaviour import behaviour_of
+
+D = 16
+SHAPE = torch.Size((2, 5, D))
+
+
+class OpenAIs(nn.LayerNorm):
+    """As in CLIP's own code: it computes in float32, whatever its weights are in."""
+
+    def forward(self, x):
+        return super().forward(x.type(torch.float32)).type(x.dtype)
+
+
+class ScaleNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        return self.g * x / x.norm(dim=-1, keepdim=True)
+
+
+class Slim(nn.LayerNorm):
+    """It takes narrower vectors too, as in MatFormers."""
+
+    def forward(self, x):
+        d = x.shape[-1]
+        return functional.layer_norm(x, (d,), self.weight[:d], self.bias[:d], self.eps)
+
+
+class Groups(nn.Module):
+    """A gain for every row: no norm of vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 1))
+
+    def forward(self, x):
+        return functional.layer_norm(x, x.shape[-1:]) * self.weight
+
+
+class OverDeviation(nn.Module):
+    """As in the Annotated Transformer."""
+
+    def __init__(self, eps=1e-3):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(D) + 0.5), eps
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class OtherEps(nn.LayerNorm):
+    """What it is called is not what it uses."""
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,), self.weight, self.bias, 1e-3)
+
+
+class OfSums(nn.Module):
+    """Its eps is added to a sum of squares."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return x * D**0.5 * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
+
+
+def patched():
+    norm = nn.LayerNorm(D)
+    old = norm.forward
+    norm.forward = lambda x: old(x) * 2
+    return norm
+
+
+NORMS = {
+    "torch's": (lambda: nn.LayerNorm(D, 1e-4), "layernorm", 1e-4),
+    "OpenAI's": (lambda: OpenAIs(D, 1e-4), "layernorm", 1e-4),
+    "patched": (patched, "layernorm", 1e-5),
+    "ScaleNorm": (ScaleNorm, "rmsnorm", 0.0),
+    "slim": (lambda: Slim(D, 1e-4), "layernorm", 1e-4),
+    "another eps": (lambda: OtherEps(D, 1e-8), "layernorm", 1e-3),
+    "of sums": (OfSums, "rmsnorm", 1e-6 / D),
+    "no eps": (lambda: nn.LayerNorm(D, 0.0), "layernorm", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_norms(name):
+    make, kind, eps = NORMS[name]
+    found = behaviour_of(make(), SHAPE)
+    assert found is not None
+    assert found.kind == kind
+    assert found.eps == pytest.approx(eps, rel=1e-3, abs=1e-11)
+
+
+def test_gains_of_another_axis_are_no_norms():
+    assert behaviour_of(Groups(), SHAPE) is None
+    assert behaviour_of(nn.Linear(D, D), SHAPE) is None
+    assert behaviour_of(nn.GroupNorm(5, 5), SHAPE) is None
+
+
+def test_an_eps_that_is_added_to_a_deviation_is_no_variance():
+    """Vectors as long as eps would otherwise be standardized to a hundredth of what comes out."""
+    norm = OverDeviation()
+    found = behaviour_of(norm, SHAPE)
+    assert found.kind == "layernorm"
+    x = torch.randn(64, D) * 0.05
+    truth = (norm(x) / norm.weight).detach()
+    y = functional.layer_norm(x, (D,), eps=found.eps)
+    assert float((y - truth).abs().max()) < 0.1
+    assert float((functional.layer_norm(x, (D,), eps=norm.eps) - truth).abs().max()) > 0.3

@@ -1,0 +1,145 @@
+"""Hidden states are those of a pass as the model makes it, and of no other."""
+
+from types import MethodType
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from oracle import degrees
+from torch import nn
+from transformers import GPT2LMHeadModel
+from zoo import tiny
+
+from normgeo import convert, find_sites, measure_angles, observe, wrap
+from normgeo.angles.measure import new_statistics
+from normgeo.tokens import TokenBatch
+
+IDS = np.random.default_rng(0).integers(3, 96, (4, 16))
+
+
+class Louder(GPT2LMHeadModel):
+    def forward(self, input_ids=None, **options):
+        return super().forward(inputs_embeds=self.transformer.wte(input_ids) * 5, **options)
+
+
+def louder():
+    model = tiny("gpt2")
+    model.__class__ = Louder
+    return model
+
+
+def hooked():
+    model = tiny("gpt2")
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"input_ids": kwargs["input_ids"].flip(1)}), with_kwargs=True
+    )
+    return model
+
+
+def replaced():
+    model, forward = tiny("gpt2"), GPT2LMHeadModel.forward
+    model.forward = MethodType(lambda self, input_ids=None, **other: forward(self, input_ids.flip(1), **other), model)
+    return model
+
+
+def prepared():
+    return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny("gpt2"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [louder, hooked, replaced, prepared])
+def test_what_is_around_the_base_counts(make):
+    model, seen = make(), []
+    with model.transformer.h[1].ln_2.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().double())):
+        model(input_ids=torch.from_numpy(IDS))
+    frame = measure_angles(model, IDS, null=0, batch=4, sites="*h.1.ln_2", name="m", progress=False).frame
+    row = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    expected = degrees(seen[0].flatten(0, 1).numpy(), np.ones(seen[0].shape[-1])).mean()
+    assert float(row.mean_deg.iloc[0]) == pytest.approx(float(expected), abs=1e-4)
+
+
+class Running:
+    """A sink that runs the model itself, wherever it can."""
+
+    def __init__(self, model):
+        self.model, self.taken = model, []
+
+    def begin(self, batch):
+        self.model(torch.from_numpy(batch.ids[:, :5]))
+
+    def take(self, site, phase, hidden):
+        self.taken.append((site, phase, hidden.clone()))
+        self.model(torch.from_numpy(IDS[:1, :3]))
+
+    def end(self):
+        self.model(torch.from_numpy(IDS[:, :7]))
+
+
+class Quiet(Running):
+    def __init__(self):
+        super().__init__(lambda _: None)
+
+
+def test_passes_of_others_hand_on_nothing():
+    model = tiny("gpt2")
+    loud, quiet = Running(model), Quiet()
+    for sink in (loud, quiet):
+        observe(model, IDS, [sink], batch=2)
+    assert [taken[:2] for taken in loud.taken] == [taken[:2] for taken in quiet.taken]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(loud.taken, quiet.taken, strict=True))
+    options = {"null": 8, "batch": 2, "name": "m", "progress": False}
+    frame = measure_angles(model, IDS, on_batch=lambda batch: model(torch.as_tensor(batch.ids)), **options).frame
+    assert frame.equals(measure_angles(model, IDS, **options).frame)
+
+
+def test_the_null_ensemble_is_in_float32_under_autocast():
+    model, found = tiny("gpt2"), []
+    sites = find_sites(model)
+    statistics = lambda: new_statistics(model, sites, null=64, seed=0, null_every=1, bos=None)  # noqa: E731
+    states = torch.randn(64, sites[0].d)
+    for enabled in (False, True):
+        sink = statistics()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.inference_mode():
+            sink.begin(TokenBatch(IDS, np.zeros_like(IDS), 0))
+            for index in range(len(sites)):
+                for phase in ("pre", "post"):
+                    sink.take(index, phase, states)
+            sink.end()
+        found.append(sink.state_dict())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+class Block(nn.Module):
+    def __init__(self, d=32):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(d), nn.Linear(d, d)
+
+    def forward(self, x):
+        return x + self.up(self.norm(x))
+
+
+class Headed(nn.Module):
+    """Its embedding and its head are lists of modules that are run one after the other, and no layers."""
+
+    def __init__(self, d=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin = nn.Sequential(nn.Embedding(96, d), nn.LayerNorm(d), nn.Dropout())
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 96))
+
+    def forward(self, ids):
+        x = self.begin(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_norm_in_a_head_is_the_final_one():
+    model = wrap(Headed().eval(), "begin.0")
+    places = [(site.name.removeprefix("module."), site.role, site.layer) for site in find_sites(model)]
+    assert places == [
+        ("begin.1", "embedding", 0), ("blocks.0.norm", "mlp", 0), ("blocks.1.norm", "mlp", 1), ("head.0", "final", 2),
+    ]  # fmt: skip
+    assert len(convert(model, to="naive-rmsnorm").replaced) == 4
