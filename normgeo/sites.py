@@ -109,9 +109,11 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
 
     Raises:
         ModelError: it is no model of transformers, no input could be made, the forward pass failed, there is no norm,
-            or a device map offloaded one.
+            or a device map offloaded one, or the weights are not there.
     """
     check_model(model)
+    if model.device.type == "meta":
+        raise ModelError(f"the weights of {type(model).__name__} are not here (meta): load them, or do not offload it")
     made = example_inputs(model, cross=False) if inputs is None else inputs  # a stream of text has no encoder
     trace, found = _norms(model, made)
     heads = {call.inputs[0].shape[1] for call, _ in found if call.inputs[0].ndim == 4}

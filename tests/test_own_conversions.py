@@ -10,7 +10,7 @@ from torch.nn import functional
 from zoo import perturb, tiny
 
 from normgeo import convert, find_sites, optimize, wrap
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, ModelError
 
 IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
 
@@ -175,3 +175,41 @@ def test_a_decoders_final_norm_is_of_the_decoder():
     sites = {site.name.removeprefix("module."): site for site in find_sites(wrap(perturb(Two()).eval()))}
     assert (sites["final"].role, sites["final"].stack.removeprefix("module.")) == ("final", "decoder")
     assert sites["other"].stack.removeprefix("module.") == "encoder"
+
+
+class InPlace(nn.Module):
+    """It writes over what its second norm has read."""
+
+    def __init__(self, d=32):
+        super().__init__()
+        self.one, self.two, self.f, self.g = nn.LayerNorm(d), nn.LayerNorm(d), nn.Linear(d, d), nn.Linear(d, d)
+
+    def forward(self, x):
+        x = x + self.f(self.one(x))
+        x += self.g(self.two(x))
+        return x
+
+
+def test_what_gradients_do_not_pass_is_one_line():
+    layers = [nn.Embedding(64, 32), InPlace(), nn.LayerNorm(32), nn.Linear(32, 64)]
+    model = wrap(nn.Sequential(*layers).eval())
+    assert convert(model).certificate.passed
+    with pytest.raises(ConversionError, match="cannot be differentiated: one of the variables needed"):
+        convert(model, to="crmsnorm")
+
+
+def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line():
+    model = tiny("gpt2")
+    model.transformer.ln_f = torch.compile(model.transformer.ln_f, backend="eager")
+    with pytest.raises(ConversionError, match=r"transformer\.ln_f is compiled by itself: put its _orig_mod there"):
+        convert(model)
+    quantized = tiny("gpt_neox")
+    layer = quantized.gpt_neox.layers[0].mlp
+    layer.dense_h_to_4h = torch.ao.nn.quantized.dynamic.Linear(32, 64)
+    with pytest.raises(ConversionError, match=r"mlp\.dense_h_to_4h is a torch\.ao\.nn\.quantized\S* convert it before"):
+        convert(quantized)
+
+
+def test_a_model_without_its_weights_is_one_line():
+    with pytest.raises(ModelError, match="the weights of GPT2LMHeadModel are not here"):
+        find_sites(tiny("gpt2").to("meta"))

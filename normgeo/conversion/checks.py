@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import ConversionError
 from normgeo.models import check_model
 from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.trace import is_leaf
 
 __all__ = ["check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted"]
 
@@ -65,6 +66,13 @@ def check_convertible(model: PreTrainedModel) -> None:
         raise ConversionError(f"convert takes a model of transformers, as load_model gives, not a {name}")
     if getattr(model, "_hf_peft_config_loaded", False) or any("lora_" in n for n, _ in model.named_parameters()):
         raise ConversionError(f"{name} cannot be converted: {REMEDY['peft_config']}")
+    for module_name, module in model.named_modules():
+        if module_name.endswith("._orig_mod") and is_leaf(module):
+            compiled = module_name.removesuffix("._orig_mod")
+            raise ConversionError(f"{compiled} is compiled by itself: put its _orig_mod there, and compile the result")
+        if type(module).__module__.startswith(("torch.ao.nn.", "torch.nn.quantized.", "torchao.")):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise ConversionError(f"{name} has no plain weights: {module_name} is a {kind}; convert it before that")
     for parameter_name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")

@@ -204,7 +204,11 @@ def _downstream(
         outputs_of(exact, inputs)
         means = [x.mean(-1) for tensors in given.values() for x in tensors]
         total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
-        moved = torch.autograd.grad(total, parameters, allow_unused=True)
+        try:
+            moved = torch.autograd.grad(total, parameters, allow_unused=True)
+        except RuntimeError as error:  # as of x += f(norm(x)), which writes over what the norm has read
+            line = str(error).splitlines()[0]
+            raise ConversionError(f"{type(exact).__name__} cannot be differentiated: {line}") from error
     sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
     kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
 

@@ -158,7 +158,7 @@ def _converted(
     replace_norms(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
-    functions = _functions(gauge)  # of a compressed stream or of something else, which only the outputs tell
+    functions = _functions(gauge)  # which may read another stream than what is compressed: the outputs tell
     if to == "crmsnorm":
         if modules := {key: why for key, why in kept.items() if key not in functions}:
             raise ConversionError("CRMSNorm needs every stream to be zero-mean; kept: " + _listed(modules))
@@ -225,8 +225,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
     for own, given in zip(*((m.config, m.config.get_text_config()) for m in (result, model)), strict=True):
         vars(own).pop("use_cache", None)  # of a copy to look into
         vars(own).update({name: value for name, value in vars(given).items() if name == "use_cache"})
-    stored = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    dtypes = {name: value.dtype for name, value in stored}
+    dtypes = {k: v.dtype for k, v in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
     for name, value in [*result.named_parameters(), *result.named_buffers()]:
         value.data = value.to(dtypes[name])
     with looking_at(recipe.get("outputs", ())):  # others may be streams, which are wider now
