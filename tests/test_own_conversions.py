@@ -198,15 +198,20 @@ def test_what_gradients_do_not_pass_is_one_line():
         convert(model, to="crmsnorm")
 
 
+class Quantized(nn.Linear):
+    """As a library's."""
+
+    __module__ = "torchao.linear"
+
+
 def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line():
     model = tiny("gpt2")
     model.transformer.ln_f = torch.compile(model.transformer.ln_f, backend="eager")
     with pytest.raises(ConversionError, match=r"transformer\.ln_f is compiled by itself: put its _orig_mod there"):
         convert(model)
     quantized = tiny("gpt_neox")
-    layer = quantized.gpt_neox.layers[0].mlp
-    layer.dense_h_to_4h = torch.ao.nn.quantized.dynamic.Linear(32, 64)
-    with pytest.raises(ConversionError, match=r"mlp\.dense_h_to_4h is a torch\.ao\.nn\.quantized\S* convert it before"):
+    quantized.gpt_neox.layers[0].mlp.dense_h_to_4h = Quantized(32, 64)
+    with pytest.raises(ConversionError, match=r"mlp\.dense_h_to_4h is a torchao\.linear\.Quantized; convert it before"):
         convert(quantized)
 
 
