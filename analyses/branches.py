@@ -119,7 +119,8 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Sizes, energies along the uniform vector and directions along the depth, a column per model or stack."""
     stacks = _source.stacks(frame)
     quantities = {
-        "relative_norm": "|a| / |h|", "energy_share": "energy along the uniform vector", "cosine": "cosine of a and h",
+        "relative_norm": "norm / the stream's", "energy_share": "energy along the uniform vector",
+        "cosine": "cosine with the stream",
     }  # fmt: skip
     figure, grid = _axes.grid(list(quantities.values()), list(stacks))
     for row, quantity in zip(grid, quantities, strict=True):

@@ -100,7 +100,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         inside = bool(part.norm_ratio.notna().any())
         whole = figure.add_subplot(grid[row, 0] if inside else grid[row, :])
         _compared(whole, part, names, original, "")
-        whole.set_title(key[0].removeprefix("all dtypes, "), fontsize=8)  # pyright: ignore
+        whole.set_title(_title(part), fontsize=8)
         whole.set_ylabel(f"time / {original}")
         if inside:
             _compared(figure.add_subplot(grid[row, 1]), part, names, original, "norm_")
@@ -108,6 +108,13 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     devices = ", ".join(f"{d}, threads: {t}" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
     return figure
+
+
+def _title(part: pd.DataFrame) -> str:
+    """What all cases of a row have in common; their labels say the rest."""
+    same = [str(part[name].iloc[0]) for name in ("dtype", "phase", "mode") if part[name].nunique() == 1]
+    shapes = part[["batch", "length"]].drop_duplicates()
+    return ", ".join(same + ([f"{shapes.batch.iloc[0]} x {shapes.length.iloc[0]}"] if len(shapes) == 1 else []))
 
 
 def _rows(frame: pd.DataFrame) -> pd.Series:
@@ -151,7 +158,7 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], original: str, p
     top = max(1.0, min(max(highs), 1.5 * max(middles)))  # of few rounds one may take several times as long
     room = 0.05 * (top if prefix else top - min(lows))
     axes.set_ylim(0 if prefix else min(lows) - room, top + room)
-    shapes, dtypes = cases.duplicated(["dtype", "model"]).any(), cases.dtype.nunique() > 1
+    shapes, dtypes = len(cases[["batch", "length"]].drop_duplicates()) > 1, cases.dtype.nunique() > 1
     labels = []
     for dtype, model, batch, length in cases.itertuples(index=False):
         told = [word for word, differs in ((f"{batch} x {length}", shapes), (dtype, dtypes)) if differs]

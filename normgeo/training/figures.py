@@ -184,7 +184,7 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         grid[1, column].set_xlabel("training step")
         if column == len(models) - 1:
             figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1,\nminus 90°")
-            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of energy\nalong 1, times d", extend=beyond)
+            figure.colorbar(images[1], ax=grid[1].tolist(), label="log10 of d times the\nenergy along 1", extend=beyond)
         if column and names == tables[column - 1][2]:
             for axes in grid[:, column]:
                 axes.set_yticklabels([])
