@@ -91,12 +91,12 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
     Whole passes are on the left, norms and additions on the right, where they were measured.
     """
-    conditions = list(frame.groupby([_rows(frame), "device", "threads"], sort=False))
+    conditions = [part for _, part in frame.groupby([_rows(frame), "device", "threads"], sort=False)]
     figure = matplotlib.figure.Figure(figsize=(figures.WIDTH, 0.8 + 1.9 * len(conditions)), layout="constrained")
     grid = figure.add_gridspec(len(conditions), 2)
     names = [name for name in LABELS if name in set(frame.variant)]
     original = _original(frame)
-    for row, (key, part) in enumerate(conditions):
+    for row, part in enumerate(conditions):
         inside = bool(part.norm_ratio.notna().any())
         whole = figure.add_subplot(grid[row, 0] if inside else grid[row, :])
         _compared(whole, part, names, original, "")

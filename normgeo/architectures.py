@@ -15,9 +15,9 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, said
 from normgeo.models import seeded
-from normgeo.shrinking import said, tiny_config
+from normgeo.shrinking import tiny_config
 
 __all__ = ["TASKS", "Architecture", "architectures", "tiny"]
 

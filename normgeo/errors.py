@@ -31,3 +31,13 @@ class RunError(NormGeoError):
 
 class StoreError(RunError):
     """A store of hidden states that is damaged, incomplete, another's, or in use."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another's error says, or else its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def said(error: BaseException) -> str:
+    """The kind of another's error, and what it says, as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from normgeo.errors import DataError, ModelError
+from normgeo.errors import DataError, ModelError, said
 
 __all__ = ["FORM", "HUB", "LARGE", "HubText", "opened", "revisions", "texts", "unreachable"]
 
@@ -144,7 +144,7 @@ def texts(data: HubText) -> Iterator[str]:
 
 def unreachable(name: str, error: Exception) -> DataError:
     """What is said where the hub cannot be read, in one line."""
-    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(".")
+    why = said(error).rstrip(".")
     return DataError(f"could not stream {name}: {why}. Without a network, give --data a file of text, or --data sample")
 
 
@@ -167,7 +167,7 @@ def revisions(repository: str) -> list[str]:
             "without logging in (`hf auth login`)"
         ) from error
     except Exception as error:  # whatever the hub, its client or the connection raises
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(".")
+        why = said(error).rstrip(".")
         raise ModelError(
             f"there is no directory {repository!r}, and the hub cannot be asked for its revisions: {why}. Without a "
             "network, download them before and set HF_HUB_OFFLINE=1"

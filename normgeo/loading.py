@@ -22,7 +22,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
-from normgeo.errors import ConversionError, ModelError
+from normgeo.errors import ConversionError, ModelError, first_line
 from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
 
 __all__ = [
@@ -120,7 +120,7 @@ def load_model(
     except (RuntimeError, AssertionError) as error:
         if out_of_memory(error):
             raise ModelError(f"{name} does not fit on {device}; give --device-map auto or a smaller --dtype") from error
-        raise ModelError(f"cannot use the device {device!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"cannot use the device {device!r}: {first_line(error)}") from error
 
 
 def check_there(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> None:

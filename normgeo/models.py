@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, first_line
 from normgeo.norms import RMSNorm
 
 __all__ = [
@@ -85,7 +85,7 @@ def usable_device(name: str) -> str:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
+        why = first_line(error).rstrip(".")
         if "device type at start of device string" in why:  # and a list of all that torch has ever had
             raise ModelError(f"there is no device {device!r}; give auto, cpu, cuda, cuda:1, mps ...") from error
         raise ModelError(f"cannot use the device {device!r}: {why}; give one that this machine has, as cpu") from error

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from normgeo.errors import ModelError
+from normgeo.errors import ModelError, said
 
-__all__ = ["said", "tiny_config"]
+__all__ = ["tiny_config"]
 
 WIDTH, HEADS, HEAD_DIM, FFN, LAYERS, VOCABULARY = 64, 4, 16, 96, 2, 160
 
@@ -296,8 +296,3 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
         return cls(**(changed | EXCEPTIONS.get(config.model_type, {})))
     except Exception as error:  # whatever a configuration's own checks raise
         raise ModelError(f"{type(config).__name__} does not accept small values: {said(error)}") from error
-
-
-def said(error: Exception) -> str:
-    """What kind of error it is and what it says, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from normgeo.errors import DataError, ModelError, NormGeoError
+from normgeo.errors import DataError, ModelError, NormGeoError, said
 from normgeo.examples import example, max_context
 from normgeo.functional import watched
 from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
@@ -189,7 +189,7 @@ def own_errors(model: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a model raises
         raise ModelError(
-            f"{type(model).__name__} failed on token ids alone: {type(error).__name__}: {str(error)[:200]}; give a "
+            f"{type(model).__name__} failed on token ids alone: {said(error)}; give a "
             "model of text, or the part of this one that reads it"
         ) from error
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import ModelError, NormGeoError, said
 from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm
 from normgeo.models import default_dtype, uncompiled
 
@@ -335,6 +335,6 @@ def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
-            f"{type(error).__name__}: {str(error)[:200]}; in Python, pass inputs=... that it accepts"
+            f"{said(error)}; in Python, pass inputs=... that it accepts"
         ) from error
     return trace

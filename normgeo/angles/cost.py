@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from transformers import PreTrainedModel
 
 from normgeo.errors import RunError
@@ -21,18 +22,6 @@ from normgeo.tokens import TokenBatch
 __all__ = ["check_space", "cost"]
 
 
-def sized(n_bytes: int) -> str:
-    """A number of bytes, in the unit that shows it.
-
-    >>> sized(2_345_678), sized(61_000_000_000)
-    ('2.3 MB', '61.0 GB')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.1f} {unit}"
-    return f"{n_bytes / 1e3:.1f} kB"
-
-
 def check_space(folder: Path, needed: int) -> None:
     """Refuse what cannot fit.
 
@@ -42,7 +31,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise RunError(
-            f"the scalars need {sized(needed)} of disk, of which {sized(free)} are free; give --keep none, fewer "
+            f"the scalars need {decimal(needed)} of disk, of which {decimal(free)} are free; give --keep none, fewer "
             "--tokens or another --out"
         )
 
@@ -67,4 +56,4 @@ def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: 
         seconds = time.perf_counter() - began
     total = 1.1 * seconds * n_tokens / probe.n_tokens
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
-    return f"about {took}, {sized(_memory(model))} of memory, {sized(disk)} of disk"
+    return f"about {took}, {decimal(_memory(model))} of memory, {decimal(disk)} of disk"

@@ -21,7 +21,7 @@ from normgeo.conversion.gauge import Gauge, Reader, Shift
 from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs, with_padding
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, rebuild, reshape
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, first_line, said
 
 __all__ = ["compress", "expand", "fold", "rounded"]
 
@@ -207,8 +207,7 @@ def _downstream(
         try:
             moved = torch.autograd.grad(total, parameters, allow_unused=True)
         except RuntimeError as error:  # as of x += f(norm(x)), which writes over what the norm has read
-            line = str(error).splitlines()[0]
-            raise ConversionError(f"{type(exact).__name__} cannot be differentiated: {line}") from error
+            raise ConversionError(f"{type(exact).__name__} cannot be differentiated: {first_line(error)}") from error
     sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
     kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
 
@@ -273,7 +272,7 @@ def _check_narrow(exact: PreTrainedModel, inputs: dict[str, Tensor], truth: list
     try:
         outputs = outputs_of(exact, inputs)
     except Exception as error:  # whatever a reshape raises at another width
-        raise ConversionError(f"{hint} ({type(error).__name__}: {str(error)[:200]})") from error
+        raise ConversionError(f"{hint} ({said(error)})") from error
     if not same(truth, outputs, INVISIBLE):
         raise ConversionError(hint)
 

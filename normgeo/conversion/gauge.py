@@ -43,7 +43,7 @@ from normgeo.conversion.probing import (
 )
 from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, without_effect
 from normgeo.conversion.tables import written_by_tables
-from normgeo.errors import ConversionError, ModelError
+from normgeo.errors import ConversionError, ModelError, first_line
 from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
 
@@ -248,8 +248,7 @@ class _Probe:
         try:
             found = iter(torch.autograd.grad(torch.stack(known).sum(), reached, retain_graph=True, allow_unused=True))
         except Exception as error:  # whatever a model's own backward raises
-            name, line = type(self.model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"{name} cannot be differentiated: {line}") from error
+            raise ModelError(f"{type(self.model).__name__} cannot be differentiated: {first_line(error)}") from error
         return [next(found) if t.requires_grad else None for t in wanted]
 
     def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import ModelError, NormGeoError, first_line
 from normgeo.functional import watched
 from normgeo.models import copied, default_dtype, seeded, uncompiled
 from normgeo.norms import LayerNorm
@@ -222,8 +222,8 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     except NormGeoError:
         raise
     except Exception as error:  # whatever a model raises
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name} cannot run in {str(model.dtype).removeprefix('torch.')}: {line}") from error
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ModelError(f"{name} cannot run in {dtype}: {first_line(error)}") from error
     named = result if isinstance(result, Mapping) else {"output": result}
     found = [pair for key, value in named.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
     for wanted in looked_at():

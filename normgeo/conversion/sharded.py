@@ -31,7 +31,7 @@ from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, said
 from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer, warn_of_more
 from normgeo.system.folders import whole_directory
 
@@ -219,8 +219,7 @@ def _check_loads(folder: Path) -> None:
         config, cls = config_and_class(str(folder), {}, trust=True)
         empty_model(cls, config)
     except Exception as error:  # whatever the model's own code raises
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ConversionError(f"what was written cannot be loaded ({type(error).__name__}: {line})") from error
+        raise ConversionError(f"what was written cannot be loaded ({said(error)})") from error
 
 
 def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrainedModel:

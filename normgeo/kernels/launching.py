@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normgeo.errors import first_line
+
 __all__ = ["Launcher", "begin", "direct", "distrust", "found", "multiprocessors", "parts"]
 
 HIP = torch.version.hip is not None
@@ -99,7 +101,7 @@ def found(module: str, device: torch.device | None = None) -> Any:
         raise  # of a device that is full, which says nothing of Triton
     except Exception as error:  # whatever its compilers, Python's headers or the driver lack
         _tried[module] = kernels = None  # before the warning, which may be an error
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         warnings.warn(f"normgeo computes in torch on CUDA, which is slower: Triton fails ({why})", stacklevel=2)
     return _tried.setdefault(module, kernels)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 __all__ = ["Held", "holder", "is_dead", "read_holder", "version_of"]
 
 UNKNOWN = {"run": None, "host": "an unknown host", "pid": "unknown", "machine": None, "shared": True}
@@ -39,15 +41,7 @@ def read_holder(content: bytes) -> dict[str, Any]:
 
 def is_dead(found: dict[str, Any]) -> bool:
     """Whether a process was here, and is no more."""
-    if found["machine"] != machine():
-        return False
-    try:
-        os.kill(found["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return found["machine"] == machine() and not psutil.pid_exists(found["pid"])
 
 
 @dataclass

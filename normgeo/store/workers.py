@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from normgeo.errors import NormGeoError
+from normgeo.errors import NormGeoError, first_line
 
 __all__ = ["cluster", "threads"]
 
@@ -74,7 +74,7 @@ def cluster(address: str) -> Iterator[tuple[Submit, int]]:
         get_address_host_port(address, strict=True)
         client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
-        raise NormGeoError(f"no dask scheduler answers at {address!r}: {str(error).splitlines()[0]}") from error
+        raise NormGeoError(f"no dask scheduler answers at {address!r}: {first_line(error)}") from error
     with client:
         try:
             client.wait_for_workers(1, timeout=CONNECT_SECONDS)

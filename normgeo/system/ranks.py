@@ -22,7 +22,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from normgeo.errors import NormGeoError
+from normgeo.errors import NormGeoError, first_line
 
 __all__ = ["Ranks", "is_first"]
 
@@ -162,7 +162,7 @@ class Ranks:
         try:
             yield self.store
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             raise NormGeoError(f"the first process of the run, or what launched it, has ended: {why}") from error
 
     @contextmanager

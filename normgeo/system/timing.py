@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import ModelError, NormGeoError, first_line
 from normgeo.system.memory import memory_kept
 from normgeo.system.versions import versions
 
@@ -105,9 +105,8 @@ def compiler_explained(what: str) -> Iterator[None]:
 
         if not isinstance(error, TorchDynamoException):
             raise
-        why = str(error).splitlines()[0]
         raise ModelError(
-            f"torch.compile cannot compile {what}: {why}; install a compiler, or leave out --compile"
+            f"torch.compile cannot compile {what}: {first_line(error)}; install a compiler, or leave out --compile"
         ) from error
 
 

@@ -264,11 +264,7 @@ class Trainer:
                 "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
             }  # fmt: skip
             with whole_directory(folder, replace=True) as scratch:
-                model = scratch / "model"
-                save_twin(self.norm, self._empty, values, self.recipe, model, self.tokenizer)
-                for path in model.iterdir():
-                    path.rename(scratch / path.name)
-                model.rmdir()
+                save_twin(self.norm, self._empty, values, self.recipe, scratch, self.tokenizer)
                 write_json(scratch / "training.json", note | {"model_sha256": weights_in(scratch)})
 
         by_first(write)
