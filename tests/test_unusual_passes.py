@@ -6,6 +6,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from oracle import degrees
 from torch import nn
 from transformers import GPT2LMHeadModel
@@ -44,6 +45,7 @@ def replaced():
 
 
 def prepared():
+    AcceleratorState._reset_state()  # another test may have asked for another precision
     return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny("gpt2"))
 
 

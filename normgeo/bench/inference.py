@@ -32,6 +32,7 @@ from normgeo.bench.inference_models import (
     Bases,
     available,
     bases,
+    check_variants,
     derived,
     in_dtype,
     main_sites,
@@ -245,6 +246,7 @@ def bench_inference(
         raise ModelError(f"CUDA graphs need a CUDA device; the model is on {model.device.type}")
     sites = main_sites(model)
     wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
+    check_variants(model, sites, wanted)
     name = name or model.name_or_path or type(model).__name__
     is_text = "input_ids" in example_inputs(model)
     generates = is_text and model.can_generate() and not model.config.is_encoder_decoder

@@ -294,9 +294,8 @@ def bases(
         without: told of a conversion that failed, which is then left out; None is that none may.
 
     Raises:
-        NormGeoError: there is no such variant of this model, or a conversion failed, or all of them.
+        NormGeoError: a conversion failed, or all of them.
     """
-    check_variants(original, sites, variants)
     is_layernorm = sites[0].kind == "layernorm"
     wanted = {VARIANTS[name].base for name in variants} - {"original"}
     if not is_layernorm:
