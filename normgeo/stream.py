@@ -116,9 +116,11 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
         rows = hidden.reshape(-1, sites[site].d)
         now.handed[site, phase] = len(rows)
         now.running = False
-        for sink in sinks:
-            sink.take(site, phase, rows)
-        now.running = True
+        try:
+            for sink in sinks:
+                sink.take(site, phase, rows)
+        finally:
+            now.running = True  # what a sink raises the model may catch, and go on
 
     def hooks(name: str) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         by_call = by_name[name]

@@ -83,6 +83,23 @@ def patched():
     return norm
 
 
+class Learned(nn.Module):
+    """Its eps is learned, and 0 so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps.abs() + 1e-6)
+
+
+class TwoEps(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(D)
+        self.min_eps, self.eps = 0.0, 1e-4
+
+
 NORMS = {
     "torch's": (lambda: nn.LayerNorm(D, 1e-4), "layernorm", 1e-4),
     "OpenAI's": (lambda: OpenAIs(D, 1e-4), "layernorm", 1e-4),
@@ -91,6 +108,8 @@ NORMS = {
     "slim": (lambda: Slim(D, 1e-4), "layernorm", 1e-4),
     "another eps": (lambda: OtherEps(D, 1e-8), "layernorm", 1e-3),
     "of sums": (OfSums, "rmsnorm", 1e-6 / D),
+    "learned": (Learned, "rmsnorm", 1e-6),
+    "two": (TwoEps, "layernorm", 1e-4),
     "no eps": (lambda: nn.LayerNorm(D, 0.0), "layernorm", 0.0),
 }
 
@@ -105,6 +124,10 @@ def test_norms(name):
 
 
 def test_gains_of_another_axis_are_no_norms():
+    two = nn.GroupNorm(2, 2)
+    two.weight.data[:] = torch.tensor([1.0, 5.0])
+    assert behaviour_of(two, torch.Size((8, 2, D))) is None
+    assert behaviour_of(nn.InstanceNorm1d(2, affine=True), torch.Size((8, 2, D))) is None
     assert behaviour_of(Groups(), SHAPE) is None
     assert behaviour_of(nn.Linear(D, D), SHAPE) is None
     assert behaviour_of(nn.GroupNorm(5, 5), SHAPE) is None

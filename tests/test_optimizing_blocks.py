@@ -149,17 +149,14 @@ def of_blocks(block, name="gpt2"):
 
 
 @pytest.mark.parametrize("block", [Block, Nested, Remembering, Rereading])
-def test_a_stream_or_branch_that_is_read_after_it_was_added_is_found_out(block):
+@torch.no_grad()
+def test_a_stream_or_branch_that_is_read_after_it_was_added_is_not_written_over(block):
     model = of_blocks(block)
-    with torch.no_grad():
-        before = outputs_of(model, example_inputs(model))
-        if block is Remembering:
-            with pytest.raises(ConversionError, match="read after"):
-                optimize(model)
-            assert len(model._forward_pre_hooks) == 1
-        else:
-            assert len(fused_norms(optimize(model))) == 8
-        assert relative(outputs_of(model, example_inputs(model)), before) < 1e-6
+    before = outputs_of(model, example_inputs(model))
+    fused = len(fused_norms(optimize(model)))
+    assert fused == 8 if block in (Block, Nested) else 0 < fused <= 8
+    assert len(model._forward_pre_hooks) == 1
+    assert relative(outputs_of(model, example_inputs(model)), before) < 1e-6
 
 
 @torch.no_grad()

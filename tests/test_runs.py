@@ -209,7 +209,7 @@ def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_not
     monkeypatch.setattr(runs, "write_whole", real)
     resume_run(tmp_path / "run", progress=False, announce=said.append)
     assert "of which" not in said[0]
-    assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0.0 kB of disk", said[1])
+    assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0 bytes of disk", said[1])
     assert_same(outcome(whole), outcome(tmp_path / "run"))
 
 

@@ -145,3 +145,27 @@ def test_a_norm_in_a_head_is_the_final_one():
         ("begin.1", "embedding", 0), ("blocks.0.norm", "mlp", 0), ("blocks.1.norm", "mlp", 1), ("head.0", "final", 2),
     ]  # fmt: skip
     assert len(convert(model, to="naive-rmsnorm").replaced) == 4
+
+
+class Forgiving(Block):
+    """It goes on where something in it is refused."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except ValueError:
+            return x
+
+
+class Refusing(Quiet):
+    def take(self, site, phase, hidden):
+        super().take(site, phase, hidden)
+        if len(self.taken) == 1:
+            raise ValueError("no")
+
+
+def test_what_a_model_makes_of_a_sinks_error_leaves_the_rest_alone():
+    model = wrap(nn.Sequential(nn.Embedding(96, 32), Forgiving(), Forgiving(), nn.LayerNorm(32)).eval(), "0")
+    sink = Refusing()
+    observe(model, IDS, [sink], batch=4)
+    assert [taken[:2] for taken in sink.taken] == [(0, "pre"), (1, "pre"), (1, "post"), (2, "pre"), (2, "post")]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from normgeo.conversion.liveness import free_operands
+from normgeo.conversion.liveness import operands_of
 
 __all__ = ["rewritten"]
 
@@ -23,12 +23,12 @@ class _Additions(ast.NodeTransformer):
     """Turns every a + b and a += b into a call that knows its block, its place and which of the two it is."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
-        self.block, self.count, self.free = function.args.args[0].arg, 0, free_operands(function)
+        self.block, self.count, self.operands = function.args.args[0].arg, 0, operands_of(function)
 
     def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
         self.count += 1
-        free = self.free.get(node, (False, False))
-        told = [ast.Constant(value) for value in (self.count, augmented, *free)]
+        operands = self.operands.get(node, ("read", "read"))
+        told = [ast.Constant(value) for value in (self.count, augmented, *operands)]
         return ast.Call(ast.Name(ADD, ast.Load()), [ast.Name(self.block, ast.Load()), *told, a, b], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -54,8 +54,8 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
 
     Args:
         cls: a class of blocks.
-        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, whether
-            nothing reads a, and b, again, and the two that are added.
+        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, what a
+            and b are (`liveness.Operand`), and the two that are added.
     """
     inner = inspect.unwrap(cls.forward)
     if not isinstance(inner, FunctionType) or inner.__code__.co_freevars:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normgeo.conversion.liveness import Operand
 from normgeo.errors import ConversionError
 from normgeo.kernels import norm_ops
 
@@ -51,7 +52,7 @@ class Stream:
         given: where the inputs are, which are the caller's.
         last: what a norm was given last.
         seen: the sum that a pass in mode `watch` has made last, and where.
-        added_to: what it has added to, by weak references, and where; `addends`: what it has added.
+        added_to: what it has added to, by weak references, and where.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own`, and `reader`, whose it is.
     """
@@ -65,7 +66,6 @@ class Stream:
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
         self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
-        self.addends: list[tuple[weakref.ref[Tensor], Any, int]] = []
         self.reset()
 
     def reset(self, *inputs: Any, running: bool = False) -> None:
@@ -78,19 +78,15 @@ class Stream:
         self.reader: nn.Module | None = None
 
     def without_kept(self, x: Tensor | None = None) -> None:
-        """Write nowhere over what is still there behind all blocks, beside x: somebody may read it."""
+        """Add in place nowhere to what is still there behind all blocks, beside x: somebody may read it."""
         for residual, block, place in self.added_to:
             if (kept := residual()) is not None and kept is not x:
                 block.normgeo_next[place] = None
-        for addend, block, place in self.addends:
-            if addend() is not None and (reader := block.normgeo_next.get(place)) is not None:
-                block.normgeo_next[place] = reader._replace(over=False)
 
     def forget(self) -> None:
         """Know no longer what a pass in mode `watch` has made."""
         self.seen = None
         self.added_to.clear()
-        self.addends.clear()
 
     def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
@@ -149,14 +145,27 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 
 
-def added(block: Any, place: int, augmented: bool, free_a: bool, free_b: bool, a: Any, b: Any) -> Any:
+def _bare(a: Tensor) -> int:
+    """How many references there are to what is given to a function, and is nobody's beside."""
+    x = a
+    return sys.getrefcount(x)
+
+
+BARE = _bare(torch.empty(0))
+
+
+def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, a: Any, b: Any) -> Any:
     """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next.
 
-    That is written over the other one, where nothing reads it again: the code behind says so by `free_a` and `free_b`.
+    That is written over the other one, where its name alone holds it, which nothing reads again, or nothing at all. So
+    is what is added in place to no name's that is read again, unless the code itself does so (a += b).
     """
     stream: Stream = block.normgeo_stream
     plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
-    residual, x, free = (a, b, free_b) if augmented or a is stream.last else (b, a, free_a)
+    if augmented or a is stream.last:
+        residual, x, of_residual, of_x = a, b, of_a, of_b
+    else:
+        residual, x, of_residual, of_x = b, a, of_b, of_a
     if residual is not stream.last or not isinstance(x, Tensor) or x.shape != residual.shape:
         if augmented:
             stream.ready = stream.reader = None  # what is ready may be of what this changes
@@ -165,26 +174,30 @@ def added(block: Any, place: int, augmented: bool, free_a: bool, free_b: bool, a
         total = plus(a, b)
         if stream.seen is not None and _is(stream.seen[0], residual):
             stream.added_to.append((weakref.ref(residual), block, place))
-        stream.addends.append((weakref.ref(x), block, place))
-        stream.seen = (total, block, place, begins(x) not in block.normgeo_kept)
+        alone = of_x != "read" and sys.getrefcount(x) <= BARE + (of_x == "name")
+        stream.seen = (total, block, place, alone and begins(x) not in block.normgeo_kept)
         return total
     reader, own = block.normgeo_next.get(place), stream.own
     stream.ready = stream.reader = None
     same = x.dtype is residual.dtype
     alike = same or torch.result_type(residual, x) is residual.dtype
-    if reader is None or not alike or not (residual is own or _is(own, residual)):
+    again = of_residual == "read" and not augmented
+    if reader is None or again or not alike or not (residual is own or _is(own, residual)):
         total = plus(a, b)
         if total.data_ptr() not in stream.given:
             stream.own = total
         return total
+    held = block.normgeo_held
     if stream.mode == "exact":
-        block.normgeo_held[place] = max(_held(residual), block.normgeo_held.get(place, 0))
-    elif _held(residual) > block.normgeo_held.get(place, 0):  # by somebody who was not there when this was verified
+        most = held.get(place, (0, 0))
+        held[place] = max(_held(residual), most[0]), max(_held(x), most[1])
+    elif _held(residual) > held.get(place, (0, 0))[0]:  # by somebody who was not there when this was verified
         total = plus(a, b)
         stream.own = total
         return total
     norm, inner, over = reader
-    over = over and free and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    over = over and (stream.mode == "exact" or _held(x) <= held[place][1])
     z = None
     if stream.mode == "fast":
         try:  # as attributes they take as long as the rest of this function

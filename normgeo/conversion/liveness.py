@@ -1,40 +1,100 @@
-"""Which values a function's additions may write over: those that nothing in it reads again."""
+"""Which operands of a function's additions it reads again: what they hold may not be written over."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
-__all__ = ["free_operands"]
+__all__ = ["Operand", "operands_of"]
+
+Operand = Literal["read", "name", "value"]
+"""Of an operand: the function may read it again; it is the value of a name that nothing reads again; or of none."""
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 REPEATED = (ast.ListComp, ast.SetComp, ast.DictComp)
+SAME = (ast.Name, ast.Subscript, ast.Starred, ast.Tuple, ast.List, ast.IfExp, ast.NamedExpr, ast.Attribute)
+"""What may give the tensor that a name in it holds, or a view of it."""
 
+FACTS = {"shape", "dtype", "device", "ndim", "training", "is_cuda", "requires_grad"}
+"""What of a tensor, or of a module, is no tensor."""
 
-def free_operands(function: ast.FunctionDef) -> dict[ast.AST, tuple[bool, bool]]:
-    """For each addition, a + b or a += b, whether what a and what b gives is read by nothing behind it.
-
-    A value is what a name holds, an item of that, or what a call may have handed on of what it was given first, as
-    dropout and `view` do. What was computed in the place of an operand is read by nobody else; an attribute may be.
-    """
-    within = [node for statement in function.body for node in ast.walk(statement)]
-    shared = {name for node in within if isinstance(node, INNER) for name in _loads(node)}  # whenever they run
-    repeated = {id(part) for node in within if isinstance(node, REPEATED) for part in ast.walk(node)}
-    local = {arg.arg for arg in function.args.args[1:]} | {n for statement in function.body for n in _stores(statement)}
-    found: dict[ast.AST, tuple[bool, bool]] = {}
-    for path in _paths(function.body, []):
-        for node in _own_nodes(path[-1][0][path[-1][1]]):
-            operands = _operands(node)
-            if operands is not None and id(node) not in repeated:
-                values = [_values(operand, local) for operand in operands]
-                free = [v is not None and not v & shared and _unread(v, operands, path) for v in values]
-                found[node] = (free[0], free[1])
-    return found
-
+ANY_NAME = {"locals", "vars", "eval", "exec", "globals"}
+"""Functions that may read whatever there is."""
 
 Path = list[tuple[Sequence[ast.stmt], int, ast.stmt | None]]
 """Lists of statements around one, from the outermost on: the list, the place in it, and the statement that has it."""
+
+
+def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Operand]]:
+    """For each addition, a + b or a += b, what its operands are.
+
+    Names that are assigned from each other are taken for one. That a tensor has holders of which code does not tell, as
+    lists and modules, is seen where it runs.
+    """
+    within = [node for statement in function.body for node in ast.walk(statement)]
+    if any(isinstance(node, ast.Name) and node.id in ANY_NAME for node in within):
+        return {}
+    shared = {name for node in within if isinstance(node, INNER) for name in _loads(node)}  # whenever they run
+    shared |= {name for node in within if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    repeated = {id(part) for node in within if isinstance(node, REPEATED) for part in ast.walk(node)}
+    alike, found = _aliases(function), dict[ast.AST, tuple[Operand, Operand]]()
+    for path in _paths(function.body, []):
+        for node in _own_nodes(path[-1][0][path[-1][1]]):
+            operands = _operands(node)
+            if operands is None or id(node) in repeated:
+                continue
+            a, b = operands
+            found[node] = (
+                _kind(a, operands, path, alike, shared), _kind(b, operands, path, alike, shared),
+            )  # fmt: skip
+    return found
+
+
+def _kind(
+    operand: ast.expr, both: tuple[ast.expr, ast.expr], path: Path, alike: dict[str, set[str]], shared: set[str]
+) -> Operand:
+    whole = operand
+    while isinstance(whole, (ast.Attribute, ast.Subscript)):
+        whole = whole.value
+    if not isinstance(whole, ast.Name):
+        return "value"
+    if not isinstance(operand, ast.Name):
+        return "read"  # what it is an item or an attribute of holds it
+    names = alike.get(operand.id, {operand.id})
+    body, i, _ = path[-1]
+    here, own = _loads_of(body[i]), [name for part in both for name in _names(part)]
+    if names & shared or any(here.count(name) > own.count(name) for name in names):
+        return "read"
+    return "read" if any(_read_behind(name, path) for name in names) else "name"
+
+
+def _aliases(function: ast.FunctionDef) -> dict[str, set[str]]:
+    """For each name those that may hold the same tensor, or a view of it: assigned from it, or it from them."""
+    within, alike = [n for statement in function.body for n in ast.walk(statement)], dict[str, set[str]]()
+    local = {n.id for n in within if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    local |= {arg.arg for arg in function.args.args[1:]}  # neither libraries nor the block itself hand on themselves
+    for node in within:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            handed = _handed(node.value) & local
+            names = {name for target in targets for name in _names(target)} | handed if handed else set[str]()
+            together = set[str]().union(names, *(alike[name] for name in names if name in alike))
+            alike |= dict.fromkeys(together, together)
+    return alike
+
+
+def _handed(value: ast.expr) -> set[str]:
+    """The names whose tensors an expression may give: themselves, parts, or views by methods of theirs."""
+    if isinstance(value, ast.Call):
+        return _handed(value.func.value) if isinstance(value.func, ast.Attribute) else set()
+    if isinstance(value, ast.Name):
+        return {value.id}
+    if isinstance(value, ast.Attribute) and value.attr in FACTS:
+        return set()
+    parts = ast.iter_child_nodes(value) if isinstance(value, SAME) else ()
+    return {name for part in parts if isinstance(part, ast.expr) for name in _handed(part)}
 
 
 def _paths(body: Sequence[ast.stmt], around: Path, parent: ast.stmt | None = None) -> Iterator[Path]:
@@ -75,71 +135,72 @@ def _operands(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def _loads(node: ast.AST) -> list[str]:
-    """The names that are read, one for each time."""
-    found = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-    targets = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
-    return found + [target.id for target in targets if isinstance(target, ast.Name)]
+def _names(node: ast.AST) -> list[str]:
+    """The names in it, read or written, one for each time."""
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
 
 
-def _stores(statement: ast.stmt) -> set[str]:
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))}
-
-
-def _values(operand: ast.expr, local: set[str]) -> set[str] | None:
-    """The names whose values an operand may be; None where it may be something else's."""
-    if isinstance(operand, ast.Name):
-        return {operand.id}
-    if isinstance(operand, ast.Subscript):
-        return _values(operand.value, local)
-    if isinstance(operand, ast.Call):
-        of = operand.func.value if isinstance(operand.func, ast.Attribute) else None
-        given = [*operand.args[:1], *([of] if isinstance(of, (ast.Call, ast.Subscript)) else [])]
-        handed = [_values(value, local) for value in given]
-        own = {of.id} & local if isinstance(of, ast.Name) else set[str]()
-        return None if None in handed else own.union(*filter(None, handed))
-    return set() if isinstance(operand, (ast.BinOp, ast.UnaryOp, ast.Constant)) else None
-
-
-def _unread(names: set[str], operands: tuple[ast.expr, ast.expr], path: Path) -> bool:
-    """Whether nothing but an addition's operands reads any of these names, in its statement or behind it."""
-    body, i, _ = path[-1]
-    here, own = _loads_of(body[i]), [name for operand in operands for name in _loads(operand)]
-    own += [operand.id for operand in operands if isinstance(operand, ast.Name) and isinstance(operand.ctx, ast.Store)]
-    if any(here.count(name) > own.count(name) for name in names):
-        return False
-    stored = _stores_of(body[i])
-    return isinstance(body[i], ast.Return) or not any(_read_behind(name, path) for name in names - stored)
+def _loads(node: ast.AST) -> set[str]:
+    """The names that are read."""
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    changed = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
+    return found | {target.id for target in changed if isinstance(target, ast.Name)}
 
 
 def _loads_of(statement: ast.stmt) -> list[str]:
-    return [
-        n.id for n in _own_nodes(statement)
-        if isinstance(n, ast.Name) and (isinstance(n.ctx, ast.Load) or _is_target(n, statement))
-    ]  # fmt: skip
-
-
-def _is_target(name: ast.Name, statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.AugAssign) and statement.target is name
+    """The names that a statement reads itself, one for each time."""
+    found = [n for n in _own_nodes(statement) if isinstance(n, ast.Name)]
+    target = statement.target if isinstance(statement, ast.AugAssign) else None
+    return [n.id for n in found if isinstance(n.ctx, ast.Load) or n is target]
 
 
 def _stores_of(statement: ast.stmt) -> set[str]:
-    return _stores(statement) if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else set()
+    """The names that a statement surely gives another value."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        return set()
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 def _read_behind(name: str, path: Path) -> bool:
-    """Whether a name is read behind a statement before it is something else."""
+    """Whether a name may be read behind a statement before it is something else."""
+    around = [parent for *_, parent in path if parent is not None]
+    for tried in (parent for parent in around if isinstance(parent, (ast.Try, ast.TryStar))):
+        if any(name in _loads(part) for part in (*tried.handlers, *tried.orelse, *tried.finalbody)):
+            return True  # whatever ends the rest
+    loops = [parent for parent in around if isinstance(parent, LOOPS)]
+    if any(isinstance(node, (ast.Break, ast.Continue)) for loop in loops for node in ast.walk(loop)):
+        body, _, outer = path[0]
+        assert outer is None
+        reads = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        return sum(n.id == name for n in reads) > 1
+    inner = path[-1][0][path[-1][1]]
+    if name in _stores_of(inner) or isinstance(inner, (ast.Return, ast.Raise)):
+        return False
     for body, i, parent in reversed(path):
-        behind = list(body[i + 1 :])
-        if isinstance(parent, LOOPS):
-            behind += [parent, *body[: i + 1]]  # once more
-        for statement in behind:
-            if statement is parent:  # a loop's own condition
-                if name in _loads(parent.test if isinstance(parent, ast.While) else ast.Pass()):
-                    return True
-                continue
-            if name in _loads(statement):
-                return True
-            if name in _stores_of(statement) or isinstance(statement, (ast.Return, ast.Raise)):
-                return False
+        again = body[: i + 1] if isinstance(parent, LOOPS) else []
+        condition = [ast.Expr(parent.test)] if isinstance(parent, ast.While) else []
+        use = _use([*body[i + 1 :], *condition, *again], name)
+        if use is not None:
+            return use == "read"
     return False
+
+
+def _use(statements: Sequence[ast.stmt], name: str) -> Literal["read", "stored"] | None:
+    """What statements do first with a name, one after the other."""
+    for statement in statements:
+        use = _use_of(statement, name)
+        if use is not None:
+            return use
+    return None
+
+
+def _use_of(statement: ast.stmt, name: str) -> Literal["read", "stored"] | None:
+    if isinstance(statement, ast.If):
+        ways = [_use(statement.body, name), _use(statement.orelse, name)]
+        if name in _loads(statement.test) or "read" in ways:
+            return "read"
+        return "stored" if ways == ["stored", "stored"] else None
+    if name in _loads(statement):
+        return "read"
+    ends = isinstance(statement, (ast.Return, ast.Raise))
+    return "stored" if ends or name in _stores_of(statement) else None
