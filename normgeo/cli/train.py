@@ -62,8 +62,8 @@ def train(
         check_tensorboard()
 
     def report(kind: str, row: dict[str, float]) -> None:
-        values = {k: float(f"{v:.5g}") for k, v in row.items() if k != "step"}  # rates are small numbers
-        note(kind, {"step": int(row["step"])} | values)
+        values = [f"{name.replace('_', ' ')} {value:.5g}" for name, value in row.items() if name != "step"]
+        note(f"{kind}, step {int(row['step']):,}: {', '.join(values)}")
 
     chosen = nullcontext(resume) if resume else training_runs.output(out, size, device)
     with chosen as where, resumable("train", where, (where / "train.json").is_file):
