@@ -18,6 +18,7 @@ from normgeo.kernels import norm_ops
 __all__ = ["NO_GRAD", "Stream", "added", "begins", "norm_forward"]
 
 storage_users = torch._C._storage_Use_Count  # pyright: ignore
+refcount = sys.getrefcount
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
@@ -117,12 +118,12 @@ def begins(tensor: Tensor) -> int:
         return 0
 
 
-def _held(tensor: Tensor) -> int:
-    """By how many it is held: itself by names, lists and attributes, and its memory by views of it."""
+def _views(tensor: Tensor) -> int:
+    """How many tensors there are of its memory."""
     try:
-        return sys.getrefcount(tensor) + storage_users(tensor.untyped_storage()._cdata)
+        return storage_users(tensor.untyped_storage()._cdata)
     except RuntimeError:
-        return sys.getrefcount(tensor)
+        return 0
 
 
 def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> Tensor:
@@ -145,13 +146,10 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
     return type(self).forward(self, x) if stream.mode == "fast" else self.plain(x)
 
 
-def _bare(a: Tensor) -> int:
-    """How many references there are to what is given to a function, and is nobody's beside."""
+def _bare(a: object) -> int:
+    """How many references a function sees to what it is given and nobody holds: more where torch.compile listens."""
     x = a
-    return sys.getrefcount(x)
-
-
-BARE = _bare(torch.empty(0))
+    return refcount(x)
 
 
 def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, a: Any, b: Any) -> Any:
@@ -174,7 +172,7 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
         total = plus(a, b)
         if stream.seen is not None and _is(stream.seen[0], residual):
             stream.added_to.append((weakref.ref(residual), block, place))
-        alone = of_x != "read" and sys.getrefcount(x) <= BARE + (of_x == "name")
+        alone = of_x != "read" and refcount(x) - _bare(object()) <= (of_x == "name")
         stream.seen = (total, block, place, alone and begins(x) not in block.normgeo_kept)
         return total
     reader, own = block.normgeo_next.get(place), stream.own
@@ -187,17 +185,17 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
         if total.data_ptr() not in stream.given:
             stream.own = total
         return total
-    held = block.normgeo_held
+    bare, most = _bare(object()), block.normgeo_held.get(place, (0, 0))
+    held, of_addend = refcount(residual) - bare + _views(residual), refcount(x) - bare + _views(x)
     if stream.mode == "exact":
-        most = held.get(place, (0, 0))
-        held[place] = max(_held(residual), most[0]), max(_held(x), most[1])
-    elif _held(residual) > held.get(place, (0, 0))[0]:  # by somebody who was not there when this was verified
+        most = block.normgeo_held[place] = max(held, most[0]), max(of_addend, most[1])
+    elif held > most[0]:  # by somebody who was not there when this was verified
         total = plus(a, b)
         stream.own = total
         return total
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
-    over = over and (stream.mode == "exact" or _held(x) <= held[place][1])
+    over = over and of_addend <= most[1]
     z = None
     if stream.mode == "fast":
         try:  # as attributes they take as long as the rest of this function
