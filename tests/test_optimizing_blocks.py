@@ -2,12 +2,16 @@
 
 import copy
 import functools
+import threading
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch._dynamo
 import zoo
 from test_optimizing import relative
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from normgeo import convert, optimize
@@ -261,6 +265,39 @@ def test_norms_are_narrower_than_the_stream_only_where_that_changes_nothing(bloc
         monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: add_norm(*a[:-1], False))
         assert torch.equal(narrow, model(torch.tensor([[1, 2, 3]])).logits)
     assert dtypes == [block is Block] * 6 + [False]  # the last norm is not a block's
+
+
+@contextmanager
+def listening():
+    """While inside, torch.compile evaluates frames in some thread, so that calls hold their arguments once more."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def listen():
+        before = set_eval_frame(False)
+        begun.set()
+        ended.wait()
+        set_eval_frame(before)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_what_is_free_to_be_written_over_is_so_whether_torch_compile_listens_or_not(when, monkeypatch):
+    model, over, add_norm = of_blocks(Block), [], norm_ops.add_norm_
+    with listening() if when == "before" else nullcontext():
+        optimize(model)
+    monkeypatch.setattr(norm_ops, "add_norm_", lambda *a: over.append(a[-1]) or add_norm(*a))
+    with listening() if when == "after" else nullcontext():
+        model(torch.tensor([[1, 2, 3]]))
+    assert over == [True] * 7
 
 
 def local_block():
