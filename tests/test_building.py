@@ -98,6 +98,8 @@ def test_sources_are_valid_for_processors_that_are_not_here(source, processor):
     found = subprocess.run(command, capture_output=True, text=True)
     if source == "ensemble" and processor != "sapphirerapids":
         assert "does not multiply bfloat16" in found.stderr
+        including = subprocess.run([*command, "-H"], capture_output=True, text=True).stderr.splitlines()
+        assert not [line for line in including if line.startswith(".")]  # no header is read before
     else:
         assert found.returncode == 0, found.stderr[:2000]
 

@@ -3,18 +3,20 @@
 // streams' checksums, and the blocks', are then put together as polynomials. Copies go past the caches: what is written
 // to a disk is not read again here.
 
+#if !defined(__SSE4_2__) && !defined(__ARM_FEATURE_CRC32)
+#error "this processor has no instruction for CRC-32C"
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "spread.h"
 
-#if defined(__SSE4_2__)
+#ifdef __SSE4_2__
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
 #else
-#error "this processor has no instruction for CRC-32C"
+#include <arm_acle.h>
 #endif
 
 namespace {

@@ -27,6 +27,7 @@ __all__ = ["FLAGS", "compiled", "failed", "function"]
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared",
+    "-Wfatal-errors",  # a source that is not for this processor says so at once
 )  # fmt: skip
 HERE = Path(__file__).parent
 _said: set[str] = set()

@@ -2,6 +2,10 @@
 // bfloat16 are exact in float32, and processors add them up faster than those of float32: by an instruction, or by a unit
 // of its own (AMX) several times as fast. A few rows meet 64 vectors at a time; their cosines never leave the cache.
 
+#ifndef __AVX512BF16__  // before the headers, which take seconds to read, in every process that asks
+#error "this processor does not multiply bfloat16"
+#endif
+
 #include <cmath>
 #include <cstring>
 #include <immintrin.h>
@@ -15,10 +19,6 @@
 
 #include "arcsine.h"
 #include "spread.h"
-
-#ifndef __AVX512BF16__
-#error "this processor does not multiply bfloat16"
-#endif
 
 namespace {
 

@@ -27,16 +27,20 @@ typedef Of<LANES>::Floats Lanes;
 constexpr int AHEAD = 4;  // rows; short rows give the processor's own prefetcher too little to go by
 
 inline Wide doubled(Lanes v) {
-#ifdef __AVX512F__  // GCC 12 converts halves and puts them together
+#if defined(__AVX512F__)  // GCC 12 converts halves and puts them together
     return reinterpret_cast<Wide>(_mm512_cvtps_pd(reinterpret_cast<__m256>(v)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Wide>(_mm256_cvtps_pd(reinterpret_cast<__m128>(v)));
 #else
     return __builtin_convertvector(v, Wide);
 #endif
 }
 
 inline Lanes halved(Wide v) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return reinterpret_cast<Lanes>(_mm512_cvtpd_ps(reinterpret_cast<__m512d>(v)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Lanes>(_mm256_cvtpd_ps(reinterpret_cast<__m256d>(v)));
 #else
     return __builtin_convertvector(v, Lanes);
 #endif
