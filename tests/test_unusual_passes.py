@@ -1,5 +1,7 @@
 """Hidden states are those of a pass as the model makes it, and of no other."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import MethodType
 
 import accelerate
@@ -13,6 +15,7 @@ from transformers import GPT2LMHeadModel
 from zoo import tiny
 
 from normgeo import convert, find_sites, measure_angles, observe, wrap
+from normgeo.angles import ensemble
 from normgeo.angles.measure import new_statistics
 from normgeo.tokens import TokenBatch
 
@@ -110,6 +113,29 @@ def test_the_null_ensemble_is_in_float32_under_autocast():
             sink.end()
         found.append(sink.state_dict())
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_the_null_ensemble_leaves_the_precision_of_products_as_threads_that_multiply_at_once_met_it():
+    setting, inside, seen = torch.backends.mkldnn.matmul, Barrier(2, timeout=60), []
+
+    def multiply(stays):
+        with ensemble._whole_float32():
+            inside.wait()  # both are in
+            if stays:
+                inside.wait()  # the other is out
+                seen.append(setting.fp32_precision)
+        if not stays:
+            inside.wait()
+
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(multiply, stays) for stays in (False, True)]:
+                done.result()
+        assert (seen, setting.fp32_precision) == (["ieee"], "tf32")
+    finally:
+        setting.fp32_precision = before
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ Rows of bfloat16 are multiplied where they lie, by processors that can (unless a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -226,18 +227,32 @@ def _mixed(index: np.ndarray) -> np.ndarray:
     return index
 
 
+_multiplying, _before = 0, list[str]()  # threads that multiply, and the settings that the first of them met
+_changing = threading.Lock()
+
+
 @contextmanager
 def _whole_float32() -> Iterator[None]:
-    """While inside, products of float32 are of all its bits, whatever the user lets the model's be (TF32, bfloat16)."""
+    """While any thread is inside, products of float32 are of all its bits, whatever the user lets the model's be.
+
+    The settings (TF32, bfloat16) are the process's: the last thread to leave puts back what the first one met.
+    """
+    global _multiplying, _before
     settings: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyright: ignore
-    before = [setting.fp32_precision for setting in settings]
+    with _changing:
+        if not _multiplying:
+            _before = [setting.fp32_precision for setting in settings]
+            for setting in settings:
+                setting.fp32_precision = "ieee"
+        _multiplying += 1
     try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
         yield
     finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
+        with _changing:
+            _multiplying -= 1
+            if not _multiplying:
+                for setting, precision in zip(settings, _before, strict=True):
+                    setting.fp32_precision = precision
 
 
 def _fewest(device: torch.device) -> int:

@@ -46,7 +46,7 @@ from normgeo.tokens import TokenBatch
 __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
-TASKS_A_WORKER = 4  # at least, where the store has as much to share out
+TASKS_A_WORKER = 2  # at least, where the store has as much to share out; of few sites a batch takes longer
 AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read together; of a site if they are more
 
 

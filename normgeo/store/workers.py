@@ -24,6 +24,7 @@ Submit = Callable[..., Any]
 def threads() -> Iterator[tuple[Submit, int]]:
     """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
     of_torch = torch.get_num_threads()
+    torch.set_num_threads(1)  # here too: another's would wait for what there is to add up on a worker's processor
     workers = WORKERS_A_THREAD * of_torch
     pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
     try:
