@@ -12,6 +12,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
+from normgeo.rows import first_of_layers
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
@@ -26,28 +27,12 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     models = list(frame.model.unique())
     if len(models) == 1:
         return figures.draw(frame, "angles", models[0])
-    first = figures.first_of_layers(frame)
+    first = first_of_layers(frame)
     stacks = _source.stacks(first if len(first) else frame)
     figure, grid = _axes.grid([f"{figures.PHASE_LABELS[phase]} (degrees)" for phase in ("pre", "post")], list(stacks))
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         for axes, inner in zip(row, stacks.values(), strict=True):
-            axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
-            here = inner[inner.phase == phase].sort_values("layer")
-            null = figures.widened(here[here.direction == "null"])
-            axes.fill_between(
-                null.layer,
-                null.q05,
-                null.q95,
-                color="0.8",
-                linewidth=0,
-                label="random directions' means: central 90%",
-            )
-            for k, (name, color) in enumerate(figures.COLORS.items()):
-                part = here[here.direction == name]
-                axes.errorbar(
-                    part.layer + 0.15 * (k - 1), part.mean_deg, part.std_deg, fmt=figures.MARKERS[name], color=color,
-                    markersize=3, elinewidth=0.8, capsize=1.5, label=figures.LABELS[name], zorder=3,
-                )  # fmt: skip
+            figures.mean_angles(axes, inner[inner.phase == phase], "layer", apart=0.15)
     figures.legend(figure)
     figure.suptitle("Angles at the first norm of each layer (mean ± standard deviation over tokens)", fontsize=9)
     return figure

@@ -19,6 +19,7 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError
+from normgeo.rows import on_stream
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch
@@ -37,7 +38,7 @@ class _Added:
         about = pd.DataFrame(
             [{"model": model, "site": i, "role": s.role, "stack": s.stack} for i, s in enumerate(sites)]
         )
-        on = figures.on_stream(about)
+        on = on_stream(about)
         self.behind = {str(stack): part.role.str.startswith("post_").any() for stack, part in on.groupby("stack")}
         on = on[(on.role != "embedding") | on["stack"].map(self.behind)]  # what such a norm reads is no stream yet
         self.sites, self.on = sites, set(on.site)

@@ -26,6 +26,7 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.geometry import standardize
+from normgeo.rows import on_stream
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch
@@ -90,7 +91,7 @@ def compute(
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share that is lost along the depth of every model, for either standardization of the same hidden states."""
-    frame = figures.on_stream(frame)
+    frame = on_stream(frame)
     frame = frame.assign(depth=_source.depth(frame))
     models = list(frame.model.unique())
     figure, grid = _axes.grid(["variance lost (%)"], models, height=2.2, xlabel=_axes.DEPTH)

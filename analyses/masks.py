@@ -18,8 +18,8 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import DataError
-from normgeo.figures import on_stream
 from normgeo.geometry import NAMES
+from normgeo.rows import on_stream
 
 Mask = Callable[[ScalarStore], np.ndarray]
 MASKS: dict[str, Mask] = {
@@ -74,7 +74,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, grid = _axes.grid(ylabels, list(stacks), xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         for axes, rows in zip(row, stacks.values(), strict=True):
-            axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+            figures.right_angle(axes)
             for k, mask in enumerate(masks):
                 part = rows[(rows.phase == phase) & (rows["mask"] == mask)].sort_values("depth")
                 axes.errorbar(

@@ -14,12 +14,13 @@ import pandas as pd
 
 from analyses import _source
 from normgeo import figures
+from normgeo.rows import with_rest
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
     """Mean norms of the inputs of every norm; drawn are those of the residual stream."""
     table = _source.table(run, n_tokens)
-    frame = figures.with_rest(table.frame, table.sinks)
+    frame = with_rest(table.frame, table.sinks)
     keep = (frame.phase == "pre") & (frame.direction == "uniform")
     columns = ["model", "site", "layer", "role", "kind", "stack", "phase", "direction", "mean_norm", "n_tokens"]
     columns += ["rest_norm"] if "rest_norm" in frame else []

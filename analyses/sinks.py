@@ -14,7 +14,7 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.angles.verdict import GROUP_LABELS
 from normgeo.errors import DataError
-from normgeo.figures import on_stream
+from normgeo.rows import on_stream
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
@@ -40,7 +40,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, grid = _axes.grid(["angle to uniform (degrees)", "mean norm"], list(stacks), xlabel=_axes.DEPTH)
     for column, rows in enumerate(stacks.values()):
         angle, norm = grid[:, column]
-        angle.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+        figures.right_angle(angle)
         norm.set_yscale("log")
         for k, (group, label) in enumerate(GROUP_LABELS.items()):
             part = rows[rows.tokens == group].sort_values("depth")

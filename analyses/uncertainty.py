@@ -23,6 +23,7 @@ from normgeo import figures
 from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import DataError
 from normgeo.geometry import NAMES
+from normgeo.rows import on_stream
 
 LABELS = {"se_deg": "by documents", "se_tokens_deg": "as if tokens were drawn apart"}
 
@@ -65,7 +66,7 @@ def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Both standard errors of the mean angle to the uniform vector, along the depth of each model or stack."""
-    frame = figures.on_stream(frame[frame.direction == "uniform"])
+    frame = on_stream(frame[frame.direction == "uniform"])
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
     ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
     titles = [f"{stack}\n{rows.n_documents.min():,} documents" for stack, rows in stacks.items()]

@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from normgeo.norms import CRMSNorm, RMSNorm
 
 __all__ = [
-    "PREFIX", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "put", "rebuild",
-    "recenter_at", "replaced", "reshape",
+    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "part_of", "put",
+    "rebuild", "recenter_at", "replaced", "reshape",
 ]  # fmt: skip
 
 PREFIX = "normgeo_"

@@ -14,7 +14,7 @@ from normgeo.errors import DataError
 from normgeo.hub import FORM, HUB
 from normgeo.system.files import file_digest
 
-__all__ = ["KINDS", "TEXT", "digest_of", "located", "read_documents", "whole"]
+__all__ = ["KINDS", "TEXT", "digest_of", "holds_texts", "located", "read_documents", "whole"]
 
 KINDS = ".jsonl or .txt (.gz too), .parquet, or a directory of these or of datasets' save_to_disk"
 """What texts can be in, in words."""

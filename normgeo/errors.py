@@ -4,6 +4,11 @@ Every message says what was wrong, what was received and what to do about it. An
 bug.
 """
 
+__all__ = [
+    "ActivationError", "ConversionError", "DataError", "ModelError", "NormGeoError", "RunError", "StoreError",
+    "first_line", "said",
+]  # fmt: skip
+
 
 class NormGeoError(Exception):
     """Base of every error that normgeo raises on purpose."""

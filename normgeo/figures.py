@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import matplotlib.figure
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
+from normgeo.rows import SINGLE, on_stream
 from normgeo.system.files import write_whole
 
 __all__ = [
-    "KINDS", "PALETTE", "draw", "legend", "plain", "role_words", "save", "series", "short_name", "styled", "styles",
+    "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "draw", "legend", "mean_angles",
+    "plain", "right_angle", "role_words", "save", "series", "short_name", "styled", "styles",
 ]  # fmt: skip
 
 WIDTH = 6.75
@@ -38,9 +39,6 @@ COLORS = dict(zip(("uniform", "random_a", "random_b"), PALETTE[:3], strict=True)
 MARKERS = {"uniform": "o", "random_a": "s", "random_b": "^"}
 LABELS = {"uniform": "uniform vector", "random_a": "random vector a", "random_b": "random vector b"}
 PHASE_LABELS = {"pre": "before the norm", "standardized": "standardized", "post": "after the norm"}
-SINGLE = ("embedding", "final", "head")
-"""Roles of norms that no layer has."""
-
 ROLE_LABELS = {
     "attention": "pre-attention", "mlp": "pre-MLP", "parallel": "pre-attention and MLP", "final": "final",
     "embedding": "embedding", "cross_attention": "pre-cross-attention", "post_attention": "post-attention",
@@ -147,29 +145,49 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
 
 
 def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
-    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
-    null = widened(here[here.direction == "null"])
-    if len(null):
-        label = "means of random directions: all"
-        axes.fill_between(null.layer, null.min_deg, null.max_deg, color="0.9", linewidth=0, label=label)
-        axes.fill_between(null.layer, null.q05, null.q95, color="0.78", linewidth=0, label="central 90%")
-    for k, (name, color) in enumerate(COLORS.items()):
-        rows = here[here.direction == name].sort_values("layer")
-        if len(rows):
-            axes.errorbar(
-                rows.layer + 0.18 * (k - 1), rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color,
-                markersize=2.5, elinewidth=0.8, capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
-            )  # fmt: skip
+    mean_angles(axes, here, "layer", apart=0.18)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.08)
 
 
-def widened(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by layer for a band: that of a single layer has an end on either side, else it would have no width."""
-    rows = rows.sort_values("layer")
-    if len(rows) != 1:
-        return rows
-    return pd.concat([rows.assign(layer=rows.layer + side) for side in (-0.3, 0.3)])
+def right_angle(axes: Axes) -> None:
+    """A line where vectors are orthogonal."""
+    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+
+
+def mean_angles(
+    axes: Axes, rows: pd.DataFrame, by: str, directions: Mapping[Any, str] = COLORS, apart: float = 0.0
+) -> None:
+    """Mean angles to directions by a column, with one standard deviation over tokens as error bars.
+
+    Behind them the null ensemble, where the table has it: between which angles the means of random directions lie.
+
+    Args:
+        axes: where.
+        rows: of a table, one for each direction and value of `by`.
+        by: the column along x.
+        directions: with the color of each.
+        apart: how far from each other they are drawn along x.
+    """
+    right_angle(axes)
+    null = _widened(rows[rows.direction == "null"], by)
+    if len(null):
+        label = "means of random directions: all"
+        axes.fill_between(null[by], null.min_deg, null.max_deg, color="0.9", linewidth=0, label=label)
+        axes.fill_between(null[by], null.q05, null.q95, color="0.78", linewidth=0, label="central 90%")
+    for k, (name, color) in enumerate(directions.items()):
+        here = rows[rows.direction == name].sort_values(by)
+        if len(here):
+            axes.errorbar(
+                here[by] + apart * (k - 1), here.mean_deg, here.std_deg, fmt=MARKERS[name], color=color,
+                markersize=2.5, elinewidth=0.8, capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
+            )  # fmt: skip
+
+
+def _widened(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Rows for a band: that of a single place has an end on either side, else it would have no width."""
+    rows = rows.sort_values(by)
+    return rows if len(rows) != 1 else pd.concat([rows.assign(**{by: rows[by] + side}) for side in (-0.3, 0.3)])
 
 
 def _by_layer(
@@ -261,53 +279,6 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.yaxis.set_minor_formatter(_SomePercent())
     legend(figure)
     return figure
-
-
-def on_stream(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of norms that read the residual stream: not those of branches, of heads, or of what a branch gives.
-
-    Norms behind a branch (`post_*`) read the stream in Post-LN stacks, which have no others; a final norm is given
-    there what the last of them gives, and not what branches were added to. All rows of a model that was measured
-    nowhere else.
-    """
-
-    def reads(rows: pd.DataFrame) -> pd.Series:
-        post, final = rows.role.str.startswith("post_"), rows.role.eq("final")
-        pre = rows.role.isin(["attention", "cross_attention", "mixer", "mlp", "parallel"])
-        on = ~rows.role.isin(["qk", "inner", "head"])
-        return on & ~post if pre.any() or (final.any() and not _hands_on(rows[post], rows[final])) else on
-
-    kept = [frame[:0]]
-    for _, rows in frame.groupby("model", sort=False):
-        on = pd.concat([part[reads(part)] for _, part in rows.groupby("stack", sort=False)])
-        kept.append(on if len(on) else rows)
-    return pd.concat(kept).sort_index()
-
-
-def _hands_on(post: pd.DataFrame, final: pd.DataFrame) -> bool:
-    """Whether what the last of these norms gives is what the final one is given, as far as both were measured."""
-    if not {"phase", "direction", "mean_deg", "mean_norm"} <= set(post) or not len(post):
-        return False
-    gives = post[(post.phase == "post") & (post.direction == "uniform") & (post.site == post.site.iloc[-1])]
-    given = final[(final.phase == "pre") & (final.direction == "uniform")]
-    if not len(gives) or not len(given):
-        return False
-    numbers = ["mean_deg", "mean_norm"]
-    return bool(np.allclose(gives[numbers].iloc[0].astype(float), given[numbers].iloc[0].astype(float), rtol=1e-6))
-
-
-def first_of_layers(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the first norm of each layer: on the stream, or of what a branch gives where there is none on it."""
-    inner = on_stream(frame[~frame.role.isin(SINGLE)])
-    return inner[inner.site == inner.groupby(["model", "stack", "layer"]).site.transform("first")]
-
-
-def with_rest(frame: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
-    """A table with a column `rest_norm`, where its `sinks` tell: `mean_norm` without first positions and BOS."""
-    if sinks.empty:
-        return frame
-    keys = ["model", "site", "phase", "direction"]
-    return frame.join(sinks[sinks.tokens == "rest"].set_index(keys).mean_norm.rename("rest_norm"), on=keys)
 
 
 @styled

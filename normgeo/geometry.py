@@ -17,6 +17,7 @@ from torch import Tensor
 from normgeo.numbers import check_numbers
 
 __all__ = [
+    "NAMES",
     "Directions",
     "angle",
     "mean_vector",

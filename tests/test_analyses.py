@@ -22,6 +22,7 @@ from normgeo.angles.runs import RunConfig, start_run
 from normgeo.bench.inference_models import SIZES
 from normgeo.conversion.gauge import find_gauge
 from normgeo.errors import DataError, RunError
+from normgeo.rows import with_rest
 
 N_TOKENS = 1500
 MEASURED = ["angles_by_layer", "energy_removed", "masks", "norm_growth", "null_ensemble", "rotation", "sinks"]
@@ -161,7 +162,7 @@ def test_help_is_about_the_analysis(capsys, monkeypatch):
 )
 def test_an_analysis_is_of_its_phases_and_directions(name, phases, directions, run):
     table, frame = AngleTable.load(run), module(name).compute(run)
-    rows = table.sinks if name == "sinks" else figures.with_rest(table.frame, table.sinks)
+    rows = table.sinks if name == "sinks" else with_rest(table.frame, table.sinks)
     rows = rows[rows.phase.isin(phases) & (rows.direction.isin(directions or set(rows.direction)))]
     pd.testing.assert_frame_equal(frame, rows[frame.columns].reset_index(drop=True))
     assert len(rows) > 2 * 13 - 1

@@ -38,7 +38,8 @@ def table(**columns):
     rows = [(m, *site, *which) for m in MODELS for site in SITES for which in itertools.product(*columns.values())]
     frame = pd.DataFrame(rows, columns=names).assign(stack="h", n_directions=32)
     for name, low, high in (("mean_deg", 80, 100), ("std_deg", 1, 3), ("mean_norm", 1, 99), ("null_z", -3, 3),
-                            ("null_percentile", 0, 100), ("q05", 60, 70), ("q95", 110, 120)):  # fmt: skip
+                            ("null_percentile", 0, 100), ("q05", 60, 70), ("q95", 110, 120), ("min_deg", 40, 50),
+                            ("max_deg", 130, 140)):  # fmt: skip
         frame[name] = rng.uniform(low, high, len(frame))
     return frame.assign(kind=frame.model.map(MODELS))
 
@@ -88,11 +89,12 @@ def test_of_several_models_the_first_norm_of_every_layer_is_drawn():
         panel, here = next(axes), frame[(frame.model == model) & (frame.phase == phase) & (frame.role == "attention")]
         for direction, label in figures.LABELS.items():
             agrees(drawn(panel)[label], range(3), here[here.direction == direction])
-        (band,) = (found for found in panel.collections if found.get_label().startswith("random directions"))
-        box = {tuple(point) for point in band.get_paths()[0].vertices.round(6).tolist()}
-        null = here[here.direction == "null"]
-        for column in ("q05", "q95"):
-            assert set(zip(null.layer, null[column].round(6), strict=True)) <= box
+        null, bands = here[here.direction == "null"], {found.get_label(): found for found in panel.collections}
+        edges = {"means of random directions: all": ("min_deg", "max_deg"), "central 90%": ("q05", "q95")}
+        for label, columns in edges.items():
+            box = {tuple(point) for point in bands[label].get_paths()[0].vertices.round(6).tolist()}
+            for column in columns:
+                assert set(zip(null.layer, null[column].round(6), strict=True)) <= box
 
 
 def test_the_band_of_a_single_layer_has_a_width():

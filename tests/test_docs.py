@@ -1,5 +1,6 @@
 """The documentation's examples run, and README tells the truth about the tree."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -59,3 +60,22 @@ def test_readme_shows_the_tree():
 def test_modules_stay_short():
     for path in [*ROOT.glob("normgeo/**/*.py"), *ROOT.glob("analyses/*.py")]:
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_modules_take_from_each_other_what_is_meant_for_others():
+    """Whoever changes a module sees in its `__all__` what others rely on."""
+    trees = {
+        path: ast.parse(path.read_text()) for top in ("normgeo", "analyses") for path in ROOT.glob(f"{top}/**/*.py")
+    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in trees}
+    taken, checked = set(), 0
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("normgeo."):
+                continue
+            public = getattr(importlib.import_module(str(node.module)), "__all__", ())
+            names = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules}
+            checked += len(names)
+            taken |= {f"{path.relative_to(ROOT)} takes {name} from {node.module}" for name in names - set(public)}
+    assert checked > 500
+    assert not taken

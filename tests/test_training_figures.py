@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from normgeo import figures
+from normgeo.rows import first_of_layers
 from normgeo.training import figures as training_figures
 
 STEPS, LAYERS = (0, 10, 20, 30), 12
@@ -74,7 +75,7 @@ def test_norms_on_heads_and_of_branches_are_not_a_layers_first(frame):
         figure.axes, itertools.product(("layernorm", "rmsnorm"), figures.COLORS), strict=True
     ):
         shown(axes, frame, model, "h.10.norm_b", direction)
-    found = figures.first_of_layers(pd.concat(aside))
+    found = first_of_layers(pd.concat(aside))
     assert set(found.site) == {"h.10.post_attention"}
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from normgeo.angles.verdict import scenario, summary, verdict
-from normgeo.figures import on_stream
+from normgeo.rows import on_stream
 
 
 @pytest.fixture

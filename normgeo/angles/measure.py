@@ -19,6 +19,7 @@ from normgeo.errors import ActivationError, DataError
 from normgeo.geometry import NAMES, Directions
 from normgeo.models import memory_explained, on_cpu
 from normgeo.numbers import check_numbers
+from normgeo.rows import with_rest
 from normgeo.sites import NormSite, sites_of
 from normgeo.stream import check_context, check_pass, check_sites, stream
 from normgeo.system.files import check_folder, read_table, write_whole
@@ -62,7 +63,7 @@ class AngleTable:
 
     def plot(self, kind: str = "angles", model: str | None = None) -> matplotlib.figure.Figure:
         """A figure: `angles` (of one model), `energy`, `norms` or `rotation`."""
-        return figures.draw(figures.with_rest(self.frame, self.sinks), kind, model)
+        return figures.draw(with_rest(self.frame, self.sinks), kind, model)
 
     def verdict(self) -> str:
         """What the numbers say of *Geometry*'s two scenarios, in Markdown."""

@@ -37,7 +37,9 @@ from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.versions import versions
 
-__all__ = ["RunConfig", "resume_run", "run_name", "safe_name", "start_run"]
+__all__ = [
+    "RunConfig", "new_record", "now", "resume_run", "run_name", "safe_name", "start_run", "write_results",
+]  # fmt: skip
 
 
 def run_name(models: tuple[str, ...]) -> str:
@@ -214,6 +216,7 @@ def _draw(table: AngleTable, folder: Path) -> None:
 
 
 def new_record(config: RunConfig) -> dict[str, Any]:
+    """`run.json` of what begins: when, by which command, with which versions and options."""
     packages = versions("normgeo", "torch", "transformers", "numpy", "zarr", "datasets")
     return {
         "status": "running",
@@ -226,6 +229,7 @@ def new_record(config: RunConfig) -> dict[str, Any]:
 
 
 def now() -> str:
+    """The time, as records have it: of UTC, in ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

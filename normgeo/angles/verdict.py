@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from normgeo.figures import on_stream
+from normgeo.rows import on_stream
 
 __all__ = [
     "CENTERED_DEG",

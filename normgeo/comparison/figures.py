@@ -15,11 +15,21 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from normgeo.figures import PALETTE, ROLE_LABELS, SINGLE, WIDTH, legend, plain, role_words, short_name, styled
+from normgeo.figures import (
+    PALETTE,
+    PHASE_LABELS,
+    ROLE_LABELS,
+    WIDTH,
+    legend,
+    plain,
+    right_angle,
+    role_words,
+    short_name,
+    styled,
+)  # fmt: skip
+from normgeo.rows import SINGLE
 
 __all__ = ["plot", "table"]
-
-PHASES = {"pre": "before the norm", "post": "after the norm"}
 
 
 def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: int) -> str:
@@ -136,8 +146,8 @@ def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, mo
     panels = _panels(uniform)
     ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role, _ in panels]
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
-    for row, (phase, words) in enumerate(PHASES.items()):
-        grid[row, 0].set_ylabel(f"{words} (°)")
+    for row, phase in enumerate(("pre", "post")):
+        grid[row, 0].set_ylabel(f"{PHASE_LABELS[phase]} (°)")
         for axes, (key, part) in zip(grid[row], panels.items(), strict=True):
             _lines(axes, part[part.phase == phase], models, single=key[1] in SINGLE)
             if row == 0:
@@ -148,7 +158,7 @@ def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, mo
 
 
 def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -> None:
-    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    right_angle(axes)
     step = min(0.2, 0.8 / len(models))  # a layer's models stay with it
     for k, model in enumerate(models):
         rows = here[here.model == model].sort_values("layer", kind="stable")

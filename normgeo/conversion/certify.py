@@ -19,7 +19,7 @@ from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
 from normgeo.trace import evaluating
 
-__all__ = ["Certificate", "certificate_inputs", "certify", "listed"]
+__all__ = ["TOLERANCE_FLOAT32", "TOLERANCE_FLOAT64", "Certificate", "certificate_inputs", "certify", "listed"]
 
 TOLERANCE_FLOAT64 = 1e-10
 TOLERANCE_FLOAT32 = 1e-5

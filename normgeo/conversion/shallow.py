@@ -23,7 +23,9 @@ from normgeo.errors import ConversionError, NormGeoError
 from normgeo.models import seeded
 from normgeo.sites import NormSite
 
-__all__ = ["Spread", "check_alike", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread"]
+__all__ = [
+    "Spread", "check_alike", "deepened", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread",
+]  # fmt: skip
 
 DEPTHS = (3, 4, 5, 6)
 

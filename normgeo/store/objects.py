@@ -19,18 +19,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from normgeo.errors import StoreError
 from normgeo.store.holder import Held, holder, is_dead, read_holder, version_of
-from normgeo.store.storage import Disk, NewChunk, R, Storage, T
+from normgeo.store.storage import Disk, NewChunk, Storage
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 __all__ = ["Objects", "storage_at"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 SCHEMES = ("s3", "gs")
 LARGEST = 32 << 20  # a chunk lies in memory until it is put

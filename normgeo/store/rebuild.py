@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normgeo.behaviour import Kind
 from normgeo.kernels import norm_ops
 from normgeo.kernels.rms import scaled_by_rms
-from normgeo.sites import Kind, NormSite
+from normgeo.sites import NormSite
 from normgeo.system.memory import pages
 
 __all__ = ["RECIPES", "Rebuild", "find_rebuild", "same_bits", "standardized"]

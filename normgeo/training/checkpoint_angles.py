@@ -31,6 +31,7 @@ from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, RunError
 from normgeo.hub import revisions
+from normgeo.rows import SINGLE
 from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
@@ -295,7 +296,7 @@ def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFr
 def draw(frame: pd.DataFrame, folder: Path) -> None:
     """Every figure of the angles by step, as .png and .svg."""
     figures.save(training_figures.heat_map(frame), folder / "layers-by-steps")
-    if frame.role.isin(figures.SINGLE).all():  # --sites final: none of the norms is a layer's
+    if frame.role.isin(SINGLE).all():  # --sites final: none of the norms is a layer's
         return
     middle = training_figures.middle_layer(frame)
     if middle is not None:

@@ -10,20 +10,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
-from normgeo.figures import (
-    COLORS,
-    LABELS,
-    MARKERS,
-    PALETTE,
-    ROLE_LABELS,
-    SINGLE,
-    WIDTH,
-    first_of_layers,
-    legend,
-    styled,
-)
+from normgeo.figures import COLORS, LABELS, PALETTE, ROLE_LABELS, WIDTH, legend, mean_angles, styled
+from normgeo.rows import SINGLE, first_of_layers
 
-__all__ = ["all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
+__all__ = ["NAMES", "all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
 NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
 Direction = Literal["uniform", "random_a", "random_b"]
@@ -71,20 +61,9 @@ def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, Any]) -> None:
+def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, str]) -> None:
     """Mean angle and one standard deviation over tokens by step, before the null band of the same steps."""
-    axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
-    null = here[here.direction == "null"].sort_values("step")
-    axes.fill_between(
-        null.step, null.min_deg, null.max_deg, color="0.9", linewidth=0, label="means of random directions: all"
-    )
-    axes.fill_between(null.step, null.q05, null.q95, color="0.75", linewidth=0, label="central 90%")
-    for name, color in directions.items():
-        rows = here[here.direction == name].sort_values("step")
-        axes.errorbar(
-            rows.step, rows.mean_deg, rows.std_deg, fmt=MARKERS[name], color=color, markersize=2.5, elinewidth=0.7,
-            capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
-        )  # fmt: skip
+    mean_angles(axes, here, "step", directions)
     steps = np.unique(here.step)
     if np.median(steps) < steps[-1] / 10:  # 1, 2, 4, ..., 512, 1,000, 10,000: on a linear axis most would coincide
         axes.set_xscale("symlog", linthresh=steps[steps > 0][0])

@@ -24,7 +24,8 @@ from normgeo.system.files import file_digest, unreadable
 from normgeo.system.folders import whole_directory
 
 __all__ = [
-    "check_weights", "checkpoint_path", "latest_state", "load_state", "named", "save_state", "step_of", "weights_in",
+    "AFRESH", "check_weights", "checkpoint_path", "latest_state", "load_state", "named", "save_state", "step_of",
+    "weights_in",
 ]  # fmt: skip
 
 AFRESH = "remove it, and the run starts from its beginning"
