@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -47,18 +48,22 @@ ROLE_LABELS = {
 }  # fmt: skip
 
 
+_drawing = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """A function that draws in the style of this package, and leaves matplotlib's settings as they were."""
+    """A function that draws in the style of this package, and leaves matplotlib's settings as they were.
+
+    The settings are the process's: of two threads that draw, one waits.
+    """
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
         import seaborn as sns
 
-        with matplotlib.rc_context():
+        with _drawing, matplotlib.rc_context():
             sns.set_theme(style="whitegrid", palette="colorblind", color_codes=False, rc=STYLE)
             return draw(*args, **kwargs)
 

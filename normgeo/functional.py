@@ -6,6 +6,7 @@ gamma and beta are parameters of some module, or it has none; one whose gains ar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -88,14 +89,14 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]
 class _Intercepting(TorchFunctionMode):
     """Shows what goes into the norms of some names, and what comes out."""
 
-    def __init__(self, hooks: Mapping[str, Hooks]) -> None:
+    def __init__(self, hooks: Mapping[str, Hooks], ours: Callable[[], bool]) -> None:
         super().__init__()
-        self.hooks, self.running = hooks, list[str]()
+        self.hooks, self.ours, self.running = hooks, ours, list[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What the function gives."""
         kwargs, function = kwargs or {}, TORCHS.get(func)
-        if function is None or not self.running:
+        if function is None or not self.running or not self.ours():
             return func(*args, **kwargs)
         hooks, found = self.hooks.get(function_name(self.running[-1], function)), function_norm(function, args, kwargs)
         if hooks is None or found is None:
@@ -107,41 +108,51 @@ class _Intercepting(TorchFunctionMode):
 
 
 @contextmanager
-def watched(model: nn.Module, hooks: Mapping[str, Hooks]) -> Iterator[None]:
+def watched(model: nn.Module, hooks: Mapping[str, Hooks], ours: Callable[[], bool] | None = None) -> Iterator[None]:
     """While inside, norms show what they are given and what they give, in every call; afterwards nothing stays.
 
     Args:
         model: that has the norms.
         hooks: by the names of norms, modules or functions: what is given the input, and the output.
+        ours: whether what runs is what is watched; None: whatever this thread runs, for others may run the model too.
     """
-    modules = dict(model.named_modules())
+    modules, thread = dict(model.named_modules()), threading.get_ident()
+    ours = ours or (lambda: threading.get_ident() == thread)
     with ExitStack() as registered:
         for name in hooks:
             if function_of(name) is None:
-                before, after = _of_module(*hooks[name])
+                before, after = _of_module(*hooks[name], ours)
                 registered.enter_context(modules[name].register_forward_pre_hook(before, with_kwargs=True))
                 registered.enter_context(modules[name].register_forward_hook(after))
         if functions := {name: pair for name, pair in hooks.items() if function_of(name) is not None}:
-            _intercept(modules, functions, registered)
+            _intercept(modules, functions, registered, ours)
         yield
 
 
-def _of_module(before: Callable[[Tensor], Any], after: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+def _of_module(
+    before: Callable[[Tensor], Any], after: Callable[[Tensor], Any], ours: Callable[[], bool]
+) -> tuple[Any, Any]:
     def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+        if ours():
+            before(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
 
     def post(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        after(output)
+        if ours():
+            after(output)
 
     return pre, post
 
 
-def _intercept(modules: Mapping[str, nn.Module], hooks: Mapping[str, Hooks], registered: ExitStack) -> None:
+def _intercept(
+    modules: Mapping[str, nn.Module], hooks: Mapping[str, Hooks], registered: ExitStack, ours: Callable[[], bool]
+) -> None:
     """Follow which module runs, and show the functions that it calls."""
-    mode = _Intercepting(hooks)
+    mode = _Intercepting(hooks, ours)
 
     def entered(name: str) -> Any:
         def hook(*_: Any) -> None:
+            if not ours():
+                return
             if not mode.running:
                 mode.__enter__()  # while the model runs, not around it, where other code would come in between
             mode.running.append(name)
@@ -150,7 +161,7 @@ def _intercept(modules: Mapping[str, nn.Module], hooks: Mapping[str, Hooks], reg
 
     def left(name: str) -> Any:
         def hook(*_: Any) -> None:
-            if mode.running and mode.running[-1] == name:  # else another hook refused it before it began
+            if ours() and mode.running and mode.running[-1] == name:  # else another hook refused it before it began
                 mode.running.pop()
                 if not mode.running:
                     mode.__exit__(None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,23 +78,27 @@ class Pass:
     Attributes:
         handed: how many vectors a site, by its index, gave of a phase.
         calls: how many there were, by the names of the norms.
-        running: whether the model runs for the stream: in what sinks do it may run, too, and hands them nothing.
+        thread: the one in which the model runs for the stream: in others, and in what sinks do, it may run too.
     """
 
     handed: dict[tuple[int, str], int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    running: bool = False
+    thread: int | None = None
 
     @contextmanager
     def begun(self, names: Iterable[str]) -> Iterator[None]:
         """While inside, the model runs for the stream, and nothing has been called yet."""
         self.handed.clear()
         self.calls = dict.fromkeys(names, 0)
-        self.running = True
+        self.thread = threading.get_ident()
         try:
             yield
         finally:
-            self.running = False
+            self.thread = None
+
+    def runs(self) -> bool:
+        """Whether what runs here is this pass."""
+        return self.thread == threading.get_ident()
 
 
 @contextmanager
@@ -115,29 +120,28 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
             hidden = hidden.transpose(0, 1)
         rows = hidden.reshape(-1, sites[site].d)
         now.handed[site, phase] = len(rows)
-        now.running = False
+        here, now.thread = now.thread, None
         try:
             for sink in sinks:
                 sink.take(site, phase, rows)
         finally:
-            now.running = True  # what a sink raises the model may catch, and go on
+            now.thread = here  # what a sink raises the model may catch, and go on
 
     def hooks(name: str) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
         by_call = by_name[name]
 
         def before(x: Tensor) -> None:
-            if now.running:
-                now.calls[name] += 1
-                if (site := by_call.get(now.calls[name] - 1)) is not None:
-                    hand(site, "pre", x)
+            now.calls[name] += 1
+            if (site := by_call.get(now.calls[name] - 1)) is not None:
+                hand(site, "pre", x)
 
         def after(output: Tensor) -> None:
-            if now.running and (site := by_call.get(now.calls[name] - 1)) is not None:
+            if (site := by_call.get(now.calls[name] - 1)) is not None:
                 hand(site, "post", output)
 
         return before, after
 
-    with watched(model, {name: hooks(name) for name in by_name}):
+    with watched(model, {name: hooks(name) for name in by_name}, now.runs):
         yield now
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -264,7 +265,7 @@ class _Functions(TorchFunctionMode):
 
 @contextmanager
 def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
-    clock, stack = iter(range(1, 1 << 62)), list[Call]()
+    clock, stack, here = iter(range(1, 1 << 62)), list[Call](), threading.get_ident()  # others may run the model too
     modules = {name: m for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     own = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}
     matrices = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters())}
@@ -274,6 +275,8 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
         leaf = is_leaf(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != here:
+                return
             call = Call(name, next(clock), _tensors([*args, *kwargs.values()]), leaf=leaf, weight=leaf and name in own)
             call.reads = functions.read(call.inputs)
             trace.calls.append(call)
@@ -283,6 +286,8 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
 
     def after(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() != here:
+                return
             if not stack or stack[-1].name != name:  # another hook refused it before it began
                 return
             call = stack.pop()
@@ -311,8 +316,8 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """While inside, the model is in evaluation mode; afterwards every module is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()  # which a module may refuse after others have gone into evaluation mode
         yield
     finally:
         for module in training:

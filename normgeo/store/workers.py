@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,18 +21,40 @@ PATIENCE_SECONDS = 60  # for workers to come in the place of those that are gone
 Submit = Callable[..., Any]
 
 
+_scanning, _of_torch = 0, 0  # scans on threads, and how many threads torch had when the first of them began
+_changing = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[int]:
+    """Have torch compute on this thread alone; gives how many threads it had.
+
+    Another would wait, on a worker's processor, for what there is to add up. The number is that of new threads too, and
+    so of a scan that begins in one while another scan is under way.
+    """
+    global _scanning, _of_torch
+    with _changing:
+        _of_torch = _of_torch if _scanning else torch.get_num_threads()
+        _scanning += 1
+        torch.set_num_threads(1)
+    try:
+        yield _of_torch
+    finally:
+        with _changing:
+            _scanning -= 1
+            torch.set_num_threads(_of_torch)
+
+
 @contextmanager
 def threads() -> Iterator[tuple[Submit, int]]:
     """Threads, each with one of torch's own: reading and arithmetic are done outside Python's lock."""
-    of_torch = torch.get_num_threads()
-    torch.set_num_threads(1)  # here too: another's would wait for what there is to add up on a worker's processor
-    workers = WORKERS_A_THREAD * of_torch
-    pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool.submit, workers
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(of_torch)
+    with _alone() as of_torch:
+        workers = WORKERS_A_THREAD * of_torch
+        pool = ThreadPoolExecutor(workers, "scan", initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            yield pool.submit, workers
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class _Awaited:
