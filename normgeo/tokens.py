@@ -192,20 +192,20 @@ class TokenStream:
             DataError: there is none.
         """
         found = list(itertools.islice(self.batches(limit, rows), most))
-        if not found:
-            raise DataError(f"{self.source} holds no tokens")
         return [batch for batch in found if batch.ids.shape == found[0].ids.shape]
 
     def _between(self, start: int, limit: int | None) -> Iterator[Context]:
         """The contexts from token `start` on, the last one cut so that they end exactly at token `limit`."""
         done = start
-        for ids, document in self.contexts(start):
-            if limit is not None and done >= limit:
-                return
+        for ids, document in self.contexts(start) if limit is None or start < limit else ():
             yield (ids, document) if limit is None else (ids[: limit - done], document[: limit - done])
             done += len(ids)
+            if limit is not None and done >= limit:  # before another is read: it may begin a book
+                return
         if limit is not None and done < limit:
             raise self.too_short(done, limit)
+        if not done:  # of a text of which the tokenizer makes nothing
+            raise DataError(f"{self.source} holds no tokens")
 
     def too_short(self, there: int, asked: int) -> DataError:
         """What is wrong where so many tokens are asked for, and fewer are there."""
@@ -345,9 +345,9 @@ def _packed(
 ) -> TokenStream:  # fmt: skip
     _check_tokenizer(tokenizer, source)
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
-    packed = Packed(kept, tokenizer, context)
-    if next(packed(), None) is None:
+    if not any(text.strip() for text in kept()):  # up to the first; tokens of a long one would take their time
         raise DataError(f"{source} has no text in it{', beside what is left out' if exclude else ''}")
+    packed = Packed(kept, tokenizer, context)
     packing = f"documents packed one after the other ({packed.between}), cut every {context} tokens, no padding"
     return TokenStream(packed, context, source, digest, packing, marks=packed.marks)
 

@@ -258,7 +258,8 @@ class _Probe:
         outputs, by_site, trace = self._pass()
         self._gradients(outputs, trace, [])
         moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
-        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, outputs))}
+        hidden = [_vanishes(g) for g in trace.gradients]  # the same for every site
+        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, hidden, outputs))}
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -354,21 +355,19 @@ class _Probe:
         best = int(ratios.argmin())
         return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
 
-    def _raw(self, mean: Tensor, trace: Trace, outputs: list[Tensor]) -> tuple[str, ...]:
+    def _raw(self, mean: Tensor, trace: Trace, hidden: list[bool], outputs: list[Tensor]) -> tuple[str, ...]:
         """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""
-        moved = self._gradient([mean], [use.tensor for use in trace.uses])
-        sources = [
-            use for use, g, m in zip(trace.uses, trace.gradients, moved, strict=True)
-            if use.place.side == "output" and _aligned(m) > 1 - INVISIBLE and not _vanishes(g)
-        ]  # fmt: skip
-        if not sources:
+        shown = [use for use, h in zip(trace.uses, hidden, strict=True) if use.place.side == "output" and not h]
+        moved = self._gradient([mean], [use.tensor for use in shown])
+        late = zip(reversed(shown), reversed(moved), strict=True)
+        source = next((use for use, m in late if _aligned(m) > 1 - INVISIBLE), None)
+        if source is None:
             return ()
-        source = sources[-1]
         who = [
-            use for use, g in zip(trace.uses, trace.gradients, strict=True)
+            use for use, g, h in zip(trace.uses, trace.gradients, hidden, strict=True)
             if use.place.side == "input" and use.leaf and _reached(g)
             # (a norm of several vectors side by side reads the mean of each)
-            and not (_vanishes(g) and use.tensor.shape[-1] == source.tensor.shape[-1])
+            and not (h and use.tensor.shape[-1] == source.tensor.shape[-1])
         ]  # fmt: skip
         names = [use.place.module for use in who if use.storage == source.storage]
         if not names:  # it reads what the tensor is added to later on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -50,7 +51,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     if sys.byteorder != "little" or sys.platform == "win32":
         raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
     texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.h")))]
-    key = "\0".join([*texts, *FLAGS, *flags, _run(compiler, "--version"), _processor()])
+    key = "\0".join([*texts, *FLAGS, *flags, _version(compiler), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if (path := _whole(folder, name)) is not None:
@@ -134,6 +135,11 @@ def _run(*command: str) -> str:
         first = next((line for line in lines if "error" in line), lines[0] if lines else running.returncode)
         raise RuntimeError(f"{command[0]} failed ({first}); {INSTEAD}")
     return out
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return _run(compiler, "--version")
 
 
 def _processor() -> str:

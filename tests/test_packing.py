@@ -1,0 +1,43 @@
+"""No more of a text is tokenized than is asked for."""
+
+import pytest
+from test_tokens import TEXTS, everything
+
+from normgeo.errors import DataError
+from normgeo.tokens import load_tokens
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_is_behind_the_last_token_is_not_tokenized(tokenizer, counted):
+    """It may be a book, and where a text is one document, it is all of it."""
+    texts, asked = [TEXTS[0], TEXTS[2] * 9], []
+
+    class Asked:
+        eos_token_id = sep_token_id = None
+
+        def __call__(self, given, **options):
+            asked.extend([given] if isinstance(given, str) else given)
+            return tokenizer(given, **options)
+
+    n_tokens = len(tokenizer(TEXTS[0])["input_ids"])
+    stream = load_tokens(texts, Asked(), context=n_tokens)
+    assert TEXTS[0] not in asked
+    if counted:
+        stream, found = stream.counted(n_tokens)
+        assert found == n_tokens
+    for limit in (n_tokens, 3):
+        assert len(everything(stream, limit)[0]) == limit
+    assert texts[1] not in asked
+    assert asked.count(TEXTS[0]) == (1 if counted else 2)
+
+
+def test_a_text_of_which_no_tokens_are_made_is_refused():
+    class Nothing:
+        eos_token_id = sep_token_id = None
+
+        def __call__(self, given, **_):
+            return {"input_ids": [] if isinstance(given, str) else [[] for _ in given]}
+
+    for limit, says in ((None, "holds no tokens"), (4, "ends after 0 tokens, 4 were asked for")):
+        with pytest.raises(DataError, match=says):
+            everything(load_tokens(TEXTS, Nothing(), context=8), limit)
