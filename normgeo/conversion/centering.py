@@ -95,21 +95,19 @@ def recenter_sources(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Ten
     done: dict[Place, RemovableHandle] = {}
     doubtful: list[Place] = []
     waiting = list(gauge.invisible)
-    means = site_means(exact, main, inputs)
-    while left := _with_means(means):
-        source = _first_with_mean(exact, waiting, inputs)
-        if source is None:
-            break
+    means, sources = _looked(exact, main, waiting, inputs)
+    while (left := _with_means(means)) and sources:
+        source = sources.pop(0)
         waiting.remove(source)
         handle = recenter_at(exact, *source)
-        after = site_means(exact, main, inputs)
+        after, later = _looked(exact, main, waiting, inputs)
         if not any(abs(after[name] - means[name]) > 1e-3 * means[name] for name in left):
             handle.remove()
             continue
         done[source] = handle
         if _with_means(after) == left:
             doubtful.append(source)
-        means = after
+        means, sources = after, later
     for source in doubtful:
         done.pop(source).remove()
         if _with_means(site_means(exact, main, inputs)) != left:
@@ -121,8 +119,10 @@ def _with_means(means: dict[str, float]) -> set[str]:
     return {name for name, mean in means.items() if mean >= INVISIBLE}
 
 
-def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[str, Tensor]) -> Place | None:
-    """The first of these places, in the order of the pass, where there is a mean."""
+def _looked(
+    exact: PreTrainedModel, sites: list[NormSite], places: list[Place], inputs: dict[str, Tensor]
+) -> tuple[dict[str, float], list[Place]]:
+    """`site_means`, and those of the places where there is a mean, in the order of the pass: of one pass."""
     found: list[Place] = []
 
     def look(place: Place, value: Any) -> None:
@@ -144,5 +144,5 @@ def _first_with_mean(exact: PreTrainedModel, places: list[Place], inputs: dict[s
     with ExitStack() as hooks:
         for place in places:
             hooks.enter_context(watch(place, exact.get_submodule(place.module)))
-        outputs_of(exact, inputs)
-    return found[0] if found else None
+        means = site_means(exact, sites, inputs)
+    return means, list(dict.fromkeys(found))
