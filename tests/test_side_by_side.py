@@ -1,6 +1,8 @@
 """What others do at the same time, in threads of the same process, changes nothing, and nothing is changed for them."""
 
+import copy
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib
@@ -11,8 +13,9 @@ from test_function_gains import Config, Model
 from torch import nn
 from zoo import tiny
 
-from normgeo import find_sites, measure_angles
+from normgeo import convert, find_sites, measure_angles, optimize
 from normgeo.figures import styled
+from normgeo.kernels import norm_ops
 from normgeo.store.workers import threads
 
 IDS = np.random.default_rng(0).integers(3, 90, (4, 16))
@@ -90,6 +93,34 @@ def test_two_threads_that_draw_leave_matplotlib_its_settings():
         ended.set()
         drawn.result()
     assert dict(matplotlib.rcParams) == before
+
+
+def test_passes_of_an_optimized_model_take_turns(monkeypatch):
+    """Each thread finds the stream as its own pass left it, and a copy of the model waits for nobody."""
+    model = optimize(convert(tiny("gpt2")).model)
+    inputs = [torch.full((2, n), n) for n in (5, 9)]
+    with torch.inference_mode():
+        alone = [model(ids).logits.clone() for ids in inputs]
+    calls, add_norm_ = [], norm_ops.add_norm_
+
+    def slow(*given):
+        calls.append(threading.get_ident())
+        time.sleep(0.01)  # as long as the other needs to begin
+        return add_norm_(*given)
+
+    def run(ids):
+        with torch.inference_mode():
+            return [model(ids).logits for _ in range(3)]
+
+    monkeypatch.setattr(norm_ops, "add_norm_", slow)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, inputs))
+    assert all(torch.equal(logits, truth) for own, truth in zip(found, alone, strict=True) for logits in own)
+    passes = np.array(calls).reshape(6, -1)
+    assert len(set(calls)) == 2
+    assert (passes == passes[:, :1]).all()
+    with model._modules["transformer"].normgeo_stream.turns.lock, torch.inference_mode():
+        assert torch.equal(copy.deepcopy(model)(inputs[0]).logits, alone[0])
 
 
 class Refusing(nn.Dropout):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
@@ -38,8 +39,18 @@ class _Reader(NamedTuple):
     over: bool
 
 
+class _Turns:
+    """A lock, which a copy of a model has for itself."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Turns:
+        return _Turns()
+
+
 class Stream:
-    """What one forward pass knows of its residual stream.
+    """What one forward pass knows of its residual stream. Passes of several threads take turns.
 
     Attributes:
         inside: the modules that give hidden states which the mode overwrites.
@@ -47,7 +58,8 @@ class Stream:
         parts: the children of every module, which are looked at too.
         were: what the modules were, by these and by the forwards of their own.
         refused: options that ask for what would be wrong.
-        running: whether a pass has begun: at the model, or at whatever part of it was called.
+        turns: whose `lock` is held in a pass.
+        thread: the one in which a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: where the inputs are, which are the caller's.
@@ -67,11 +79,12 @@ class Stream:
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
         self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
+        self.turns = _Turns()
         self.reset()
 
-    def reset(self, *inputs: Any, running: bool = False) -> None:
+    def reset(self, *inputs: Any, thread: int | None = None) -> None:
         """Know nothing but the inputs of a pass that begins, or has ended."""
-        self.running = running
+        self.thread = thread
         self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
         self.last: Tensor | None = None
         self.own: Tensor | None = None

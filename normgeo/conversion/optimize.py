@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -79,7 +80,8 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         stream: Stream = self.normgeo_stream
-        if block and stream.running:
+        running = stream.thread is not None and stream.thread == get_ident()  # which nothing that traces knows
+        if block and running:
             return forward(self, *args, **kwargs)
         for option, place in places.items():
             given = args[place] if place is not None and place < len(args) else None
@@ -87,7 +89,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             wanted = wanted or (wanted is None and getattr(getattr(self, "config", None), option, False))
             if wanted and option in stream.refused:
                 raise ConversionError(REFUSED[option])
-        if stream.running:
+        if running:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
             raise ConversionError(NO_GRAD)
@@ -97,11 +99,12 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
         if stream.changed:
             raise ConversionError(CHANGED)
-        stream.reset(*args, *kwargs.values(), running=True)
-        try:
-            return _within(stream, self, forward, args, kwargs)
-        finally:
-            stream.reset()
+        with stream.turns.lock:
+            stream.reset(*args, *kwargs.values(), thread=get_ident())
+            try:
+                return _within(stream, self, forward, args, kwargs)
+            finally:
+                stream.reset()
 
     return entry
 
@@ -162,8 +165,8 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     The outputs are compared before it is given back: with torch's arithmetic they are those of the unfused model to the
     last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
     to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
-    parameters, state dict and `generate` are as before; it is for one thread. It is pickled as the model it was. To
-    compile, export or trace a model, take the converted one.
+    parameters, state dict and `generate` are as before; passes of several threads take turns. It is pickled as the
+    model it was. To compile, export or trace a model, take the converted one.
 
     Args:
         model: a converted model, in evaluation mode; it is changed and given back.
