@@ -225,9 +225,8 @@ def test_the_workload_centers_what_the_gauge_centers_but_embeddings(monkeypatch)
 
 def test_the_table_of_twins_has_the_numbers_of_the_paper():
     frame = module("twins_table").compute().set_index("size")
-    assert frame.loc["1b", ["layers", "d", "heads", "lr", "steps", "checkpoints"]].tolist() == [
-        16, 2048, 8, 3e-4, 50_000, 14
-    ]  # fmt: skip
+    columns = ["layers", "d", "heads", "lr", "steps", "checkpoints"]
+    assert frame.loc["1b", columns].tolist() == [16, 2048, 8, 3e-4, 50_000, 14]
     assert (frame.parameters["160m"], frame.parameters_untied["160m"]) == (124_439_808, 163_037_184)  # GPT-2 small's
     assert frame.tokens["1b"] == 50_000 * 64 * 1024
 

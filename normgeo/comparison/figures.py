@@ -26,7 +26,7 @@ from normgeo.figures import (
     role_words,
     short_name,
     styled,
-)  # fmt: skip
+)
 from normgeo.rows import SINGLE
 
 __all__ = ["plot", "table"]
