@@ -8,33 +8,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Context", "Encoder", "Packed"]
+from normgeo.encoding import Encoder
 
-DOCUMENTS_AT_ONCE = 16  # of a tokenizer that has many cores
+__all__ = ["Context", "Packed"]
+
 MARK_EVERY = 1 << 20
 
 Context = tuple[np.ndarray, np.ndarray]
 """Token ids and the document each belongs to, both int64 [time]."""
-
-
-class Encoder:
-    """Documents' ids as they are packed: with the tokenizer's special tokens, or else its end-of-text token, if any.
-
-    Attributes:
-        between: what separates documents, in words.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        ends = [i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None]  # an id can be 0
-        by_itself = len(tokenizer("a")["input_ids"]) > len(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._separator = [] if by_itself else ends[:1]
-        between = f"token {self._separator[0]} after each" if self._separator else "nothing between"
-        self.between = "the tokenizer's special tokens" if by_itself else between
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        """The ids of every text."""
-        return [ids + self._separator for ids in self._tokenizer(texts, verbose=False)["input_ids"]]
 
 
 class Packed:
@@ -58,14 +39,16 @@ class Packed:
         """The contexts from this token on, which begins one of them."""
         done, first, skipped = max((mark for mark in self.marks if mark[0] <= start), default=(0, 0, 0))
         ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)
-        for number, encoded in enumerate(self._encoded(first), first):
-            rest = len(ids)  # of documents before
-            begin = done + rest - skipped  # of this document in the stream
-            ids = np.concatenate([ids, np.asarray(encoded[skipped:], np.int64)])
+        begin = last = -1
+        for number, encoded in self._encoded(first):
+            rest = len(ids)  # of what came before
+            if number != last:
+                last, begin = number, done + rest - skipped  # of this document in the stream
+            ids = np.concatenate([ids, encoded[skipped:]])
             owner = np.concatenate([owner, np.full(len(ids) - rest, number)])
-            skipped, whole = 0, len(ids) - len(ids) % self._context
+            skipped, whole = max(0, skipped - len(encoded)), len(ids) - len(ids) % self._context
             for cut in range(0, whole, self._context):
-                if cut >= rest:
+                if done + cut >= begin:
                     self._mark(done + cut, number, done + cut - begin)
                 if done + cut >= start:
                     yield ids[cut : cut + self._context], owner[cut : cut + self._context]
@@ -77,9 +60,7 @@ class Packed:
         if token >= (self.marks[-1][0] if self.marks else 0) + MARK_EVERY:
             self.marks.append((token, document, offset))
 
-    def _encoded(self, first: int) -> Iterator[list[int]]:
-        """The ids of the documents from this one on; those without text are none."""
-        texts, at_once = itertools.islice((text for text in self._documents() if text.strip()), first, None), 1
-        while chunk := list(itertools.islice(texts, at_once)):
-            yield from self._encode(chunk)
-            at_once = min(2 * at_once, DOCUMENTS_AT_ONCE)  # a few tokens are in the first document
+    def _encoded(self, first: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The numbers and ids of the documents from this one on; those without text are none."""
+        texts = itertools.islice((text for text in self._documents() if text.strip()), first, None)
+        return ((first + i, ids) for i, ids in self._encode(texts))

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from normgeo.encoding import Encoder
 from normgeo.errors import DataError
 from normgeo.hub import opened, unreachable
-from normgeo.packing import Encoder
 from normgeo.tokens import ROWS, TokenStream, load_tokens, on_hub
 
 __all__ = ["Corpus", "Shuffled", "Streamed", "kept", "open_corpus"]
@@ -177,8 +177,8 @@ class Streamed:
             self._useless += 1
             if text.strip() and text not in self._exclude:
                 self._useless = 0
-                parts.append(np.asarray(self._encode([text])[0], np.int64))
-                count += len(parts[-1])
+                new = [ids for _, ids in self._encode([text])]
+                parts, count = parts + new, count + sum(map(len, new))
         ids = np.concatenate(parts)
         self._left = ids[needed:]
         return torch.from_numpy(ids[:needed].reshape(rows, self._context).copy())
