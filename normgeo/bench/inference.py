@@ -45,6 +45,7 @@ from normgeo.models import memory_explained
 from normgeo.sites import NormSite
 from normgeo.system.timing import (
     Stopwatch,
+    check_rounds,
     circumstances,
     compiler_explained,
     interleaved,
@@ -240,6 +241,7 @@ def bench_inference(
             be converted.
     """
     check_names(dtypes, phases, modes)
+    check_rounds(rounds)
     if not batches or not lengths:
         raise ModelError(f"received {len(batches)} batches and {len(lengths)} lengths; give one of each at least")
     if "graph" in modes and model.device.type != "cuda":
