@@ -33,6 +33,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     for row, phase in zip(grid, ("pre", "post"), strict=True):
         for axes, inner in zip(row, stacks.values(), strict=True):
             figures.mean_angles(axes, inner[inner.phase == phase], "layer", apart=0.15)
-    figures.legend(figure, columns=5)
+    figures.legend(figure)
     figure.suptitle("Angles at the first norm of each layer (mean ± standard deviation over tokens)", fontsize=9)
     return figure

@@ -213,7 +213,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     errors = frame.error_rel.dropna().clip(lower=1e-17).sort_values().to_numpy()
     grid[0, 1].semilogy(range(1, len(errors) + 1), errors, ".", color="0.3", markersize=3)
     grid[0, 1].set_ylabel("relative error in float64, other inputs")
-    figures.legend(figure, columns=6)
+    figures.legend(figure)
     return figure
 
 

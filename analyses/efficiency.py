@@ -104,7 +104,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         whole.set_ylabel(f"time / {original}")
         if inside:
             _compared(figure.add_subplot(grid[row, 1]), part, names, original, "norm_")
-    figures.legend(figure, columns=4)
+    figures.legend(figure)
     devices = ", ".join(f"{d}, threads: {t}" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     figure.suptitle(f"Inference without mean subtraction: medians and quartiles of rounds\n{devices}", fontsize=9)
     return figure

@@ -69,7 +69,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         if title.startswith("(c)"):
             axes.plot(*np.stack([vectors["x"], vectors["left"]]).T, color="0.5", linewidth=0.7, linestyle=":")
         axes.set_title(title, pad=-2)
-    figures.legend(figure, columns=4)
+    figures.legend(figure)
     figure.suptitle("LayerNorm of a vector in three dimensions, step by step", fontsize=9)
     return figure
 

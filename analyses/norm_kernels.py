@@ -72,7 +72,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.set_title(dtype)
         axes.set_ylabel("time / torch's LayerNorm")
         axes.grid(visible=False, axis="x")
-    figures.legend(figure, columns=3)
+    figures.legend(figure)
     devices = ", ".join(f"{d}, threads: {t}" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
     passes = frame.passes.iloc[0] if "passes" in frame else "forward"  # tables of older versions have no others
     figure.suptitle(f"Norms alone, {passes}, their input in the cache where it fits\n{devices}", fontsize=9)

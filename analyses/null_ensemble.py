@@ -74,7 +74,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                 axes.plot(pre.layer, pre[value], label=name, **style)
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)
     grid[0, 0].plot([], [], "o:", color="0.4", markerfacecolor="white", markersize=3.5, label="open: after the norm")
-    figures.legend(figure, columns=4 if frame["stack"].nunique() > 1 else 5)
+    figures.legend(figure)
     n = f"{many.iloc[0]:.0f} " if alike else ""
     figure.suptitle(f"Mean angle to the uniform vector among those to {n}random directions", fontsize=9)
     return figure

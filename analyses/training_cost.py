@@ -50,7 +50,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, grid = _axes.grid(["share of Pre-LN's step (%)"], names, xlabel="", height=2.6, sharey="all", across=2)
     for axes, part in zip(grid[0], tasks.values(), strict=True):
         _bars(axes, breakdown(part))
-    figures.legend(figure, columns=3)
+    figures.legend(figure)
     about = frame.iloc[0]
     precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.precision]
     figure.suptitle(f"A training step: {precision}, threads: {about.threads}, {about.device}", fontsize=9)

@@ -81,6 +81,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     if len(twins) > 1:
         grid[0, 1].axhline(0, color="0.4", linewidth=0.6)
         grid[0, 1].set_ylabel("more than the first (nats)")
-    figures.legend(figure, columns=3)
+    figures.legend(figure)
     figure.suptitle("Twins in training", fontsize=9)
     return figure

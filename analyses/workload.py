@@ -73,6 +73,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     axes.set_yscale("log")
     axes.set_ylabel("operations for 1,000\nof matrix products")
     axes.set_xticks(range(len(frame)), frame.model, rotation=30)
-    figures.legend(figure, columns=3)
+    figures.legend(figure)
     figure.suptitle("What norms and recentering compute, as counted", fontsize=9)
     return figure

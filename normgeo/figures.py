@@ -75,19 +75,20 @@ def plain(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def legend(figure: matplotlib.figure.Figure, columns: int = 4) -> None:
-    """One legend below all axes of what is in any of them, with fewer columns where labels are too long for so many."""
+def legend(figure: matplotlib.figure.Figure) -> None:
+    """One legend below all axes of what is in any of them, in as few lines as there is room for, filled alike."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
         if made := axes.get_legend():
             made.remove()
-    for ncols in range(columns, 0, -1):
+    for lines in range(1, len(entries) + 1):
+        columns = -(-len(entries) // lines)
         made = figure.legend(
-            list(entries.values()), list(entries), loc="outside lower center", ncols=ncols, frameon=False, borderpad=0
+            list(entries.values()), list(entries), loc="outside lower center", ncols=columns, frameon=False, borderpad=0
         )
-        if ncols == 1 or made.get_window_extent().width <= figure.bbox.width:
+        if columns == 1 or made.get_window_extent().width <= figure.bbox.width:
             return
         made.remove()
 
@@ -144,7 +145,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
                 axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
             if here.layer.nunique() == 1:
                 axes.set_xticks([here.layer.iloc[0]])
-    legend(figure, columns=5)
+    legend(figure)
     figure.suptitle(f"{plain(model)}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 

@@ -120,7 +120,7 @@ def plot(metrics: pd.DataFrame, angles: pd.DataFrame) -> matplotlib.figure.Figur
     upper, lower = parts
     _angle_panels(upper, uniform, models)
     _metric_panels(lower, metrics)
-    legend(figure, columns=3)
+    legend(figure)
     figure.suptitle("Angles to the uniform vector (mean ± standard deviation over tokens)", fontsize=9)
     return figure
 
