@@ -12,9 +12,10 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from normgeo.angles.measure import AngleTable
+from normgeo.angles.verdict import summary
 from normgeo.figures import ROLE_LABELS
 
-__all__ = ["page"]
+__all__ = ["in_short", "page"]
 
 CAPTIONS = {
     "angles": "Angles to the uniform vector and to two random vectors, before and after every norm: means over tokens, "
@@ -55,7 +56,7 @@ def page(table: AngleTable, drawn: Path, about: Iterable[Mapping[str, Any]]) -> 
         "<p>Angles between the hidden states and the uniform vector, before and after every norm, by normgeo.</p>",
         said,
         "<h2>In short</h2><p><small>Means over sites of mean ± standard deviation over tokens.</small></p>",
-        _table(_short(table)),
+        _table(in_short(table.frame)),
         "<h2>Figures</h2>", *(_figure(path) for path in sorted(drawn.glob("*.svg"))),
         "<h2>Every norm</h2><details><summary>Before and after each of them</summary>", _table(_sites(table)),
         "</details>", "<h2>What was measured</h2>", *(_about(each) for each in about), "</body></html>", "",
@@ -66,10 +67,14 @@ def _table(frame: pd.DataFrame) -> str:
     return f'<div class="wide">{frame.to_html(index=False, border=0, na_rep="-")}</div>'
 
 
-def _short(table: AngleTable) -> pd.DataFrame:
-    rows = table.summary()
+def in_short(frame: pd.DataFrame) -> pd.DataFrame:
+    """What `verdict.summary` says of a table's frame, in words; - where it is not known."""
+    rows = summary(frame)
+    about = [column for column in ("model", "step", "role", "kind") if column in rows]
+    if "step" in rows:
+        rows["step"] = rows.step.map("{:,}".format)
     return pd.DataFrame({
-        "model": rows.model, "role": rows.role, "norm": rows.kind, "sites": rows.sites,
+        **{"norm" if column == "kind" else column: rows[column] for column in about}, "sites": rows.sites.map(str),
         "before": _spread(rows.before_deg, rows.before_std_deg), "after": _spread(rows.after_deg, rows.after_std_deg),
         "energy along 1": _known(100 * rows.energy_share, "{:.3f}%"),
         "null percentile": _known(rows.null_percentile, "{:.0f}"),
@@ -97,7 +102,7 @@ def _spread(mean: pd.Series, deviation: pd.Series) -> pd.Series:
 
 
 def _known(values: pd.Series, form: str) -> pd.Series:
-    return values.map(form.format, na_action="ignore")
+    return values.map(form.format).where(values.notna(), "-")
 
 
 def _figure(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,7 +122,8 @@ def _resumable(where: Path, trust_remote_code: bool) -> AbstractContextManager[N
 
 
 def _summary(frame: pd.DataFrame, where: Path) -> None:
-    from normgeo.angles.verdict import already_centered, summary
+    from normgeo.angles.report import in_short
+    from normgeo.angles.verdict import already_centered
 
     excluded = frame[frame.direction == "uniform"].n_excluded.max()
     if excluded:
@@ -135,17 +135,10 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
             "the uniform vector beyond rounding, so its angles of 90° were made, not found"
         )
     console.print("Angles to the uniform vector (mean over sites of mean ± standard deviation over tokens)")
-    short = summary(frame)
-    about = [column for column in ("model", "step", "role", "kind") if column in short]
-    names = ["norm" if column == "kind" else column for column in about]
-    table = Table(*names, "sites", "before", "after", "energy along 1", "null percentile", box=SIMPLE)
-    for row in short.to_dict("records"):
-        table.add_row(
-            *(f"{row[column]:,}" if column == "step" else row[column] for column in about), str(row["sites"]),
-            *(f"{row[f'{when}_deg']:.2f} ± {row[f'{when}_std_deg']:.2f}°" for when in ("before", "after")),
-            f"{100 * row['energy_share']:.3f}%",
-            "-" if isnan(row["null_percentile"]) else f"{row['null_percentile']:.0f}",
-        )  # fmt: skip
+    short = in_short(frame)
+    table = Table(*map(str, short), box=SIMPLE)
+    for row in short.itertuples(index=False):
+        table.add_row(*row)
     console.print(table)
     files = "angles.parquet, figures/" if "step" in short else "report.html, angles.parquet, figures/, verdict.md"
     console.print(f"{where}: {files}, run.json")
