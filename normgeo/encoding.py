@@ -1,23 +1,27 @@
 """Texts as token ids, a long one in pieces: what a tokenizer keeps for each character is a hundred times as large.
 
-Ids depend on what is near alone, but that is a matter of the tokenizer, which nobody promises. So pieces overlap, and
-are joined where both have the same tokens at the same characters; where they have none, the text is taken as a whole.
+Pieces overlap, and are joined where both have the same tokens of the same characters, cut into the same words: from
+there on a tokenizer does what it does in the whole. Where there is no such place, the text is taken as a whole.
+
+A word is what a tokenizer's model is given. Merges of BPE depend on what is beside them, so that pieces may be joined
+within one; Unigram's split of a word is that of the largest sum, and of equal sums the rounding of all before decides.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers.models import BPE
 
 __all__ = ["Encoder"]
 
 PIECES_AT_ONCE = 16  # of a tokenizer that has many cores
 PIECE = 1 << 17  # characters
-REACH = 1 << 11  # characters that a piece has of its neighbours on either side
+REACH = 1 << 12  # characters that a piece has of its neighbours on either side
 ALIKE = 8  # tokens in a row that two pieces must have in common
 
 
@@ -67,7 +71,10 @@ class Encoder:
         between = f"token {self._separator[0]} after each" if self._separator else "nothing between"
         self.between = "the tokenizer's special tokens" if by_itself else between
         around = [i for i in range(len(whole) - len(alone) + 1) if whole[i : i + len(alone)] == alone]
-        self._cuts = bool(getattr(tokenizer, "is_fast", False) and alone and around)  # others do not say what is where
+        self._cuts = bool(alone and around) and _says_where(tokenizer)
+        self._within = self._cuts and isinstance(
+            getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), BPE
+        )
         self._before = around[0] if around else 0
         self._after = len(whole) - len(alone) - self._before
 
@@ -76,22 +83,30 @@ class Encoder:
 
         No text is asked for before the ids of those before it were taken, but for a few at once.
         """
-        for document, pieces in itertools.groupby(self._encoded(texts), key=lambda found: found[0].document):
-            for ids in self._joined(pieces):
+        whole = set[int]()  # documents that cannot be joined, of which no more pieces are wanted
+        found = self._encoded(texts, whole)
+        for document, pieces in itertools.groupby(found, key=lambda found: found[0].document):
+            for ids in self._joined(pieces, whole):
                 yield document, ids
 
-    def _encoded(self, texts: Iterable[str]) -> Iterator[tuple[_Piece, np.ndarray]]:
-        """Every piece and its tokens, [tokens, 3]: the id, and of a piece of several where it begins and ends."""
-        pieces, at_once = itertools.chain.from_iterable(map(self._cut, itertools.count(), texts)), 1
+    def _encoded(self, texts: Iterable[str], whole: Container[int]) -> Iterator[tuple[_Piece, np.ndarray]]:
+        """Every piece and its tokens, [tokens, 4]: id, first character, end, whether it begins a word.
+
+        A document that is one piece has the ids alone.
+        """
+        cut = itertools.chain.from_iterable(map(self._cut, itertools.count(), texts))
+        pieces, at_once = (piece for piece in cut if piece.document not in whole), 1
         while chunk := list(itertools.islice(pieces, at_once)):
             places = not all(piece.first and piece.last for piece in chunk)
             options = {"return_offsets_mapping": True} if places else {}
             found = self._tokenizer([piece.seen for piece in chunk], verbose=False, **options)
             for i, piece in enumerate(chunk):
-                tokens = np.zeros((len(found["input_ids"][i]), 3), np.int64)
+                tokens = np.zeros((len(found["input_ids"][i]), 4), np.int64)
                 tokens[:, 0] = found["input_ids"][i]
                 if places and len(tokens):
-                    tokens[:, 1:] = np.asarray(found["offset_mapping"][i]) + piece.start
+                    tokens[:, 1:3] = np.asarray(found["offset_mapping"][i]) + piece.start
+                    words = [-1 if word is None else word for word in found.word_ids(i)]
+                    tokens[:, 3] = np.diff(words, prepend=-2) != 0
                 yield piece, tokens
             at_once = min(2 * at_once, PIECES_AT_ONCE)  # a few tokens are in the first document
 
@@ -100,13 +115,14 @@ class Encoder:
         ends = [*(PIECE * i for i in range(1, pieces)), len(text)]
         return (_Piece(document, text, begin, end) for begin, end in zip([0, *ends], ends, strict=False))
 
-    def _joined(self, pieces: Iterable[tuple[_Piece, np.ndarray]]) -> Iterator[np.ndarray]:
+    def _joined(self, pieces: Iterable[tuple[_Piece, np.ndarray]], whole: set[int]) -> Iterator[np.ndarray]:
         """The ids of one document: those of each piece up to where the next one has the same."""
-        left, taken = np.empty((0, 3), np.int64), 0
+        left, taken = np.empty((0, 4), np.int64), 0
         for piece, tokens in pieces:
             here = tokens[0 if piece.first else self._before : None if piece.last else len(tokens) - self._after]
             if not piece.first:
-                if (seam := _seam(left, here, piece.begin)) is None:
+                if (seam := self._seam(left, here, piece)) is None:
+                    whole.add(piece.document)
                     rest = self._tokenizer(piece.text, verbose=False)["input_ids"][taken:]
                     yield np.asarray(rest + self._separator, np.int64)
                     return
@@ -117,12 +133,27 @@ class Encoder:
                 yield np.append(left[:, 0], np.asarray(self._separator, np.int64))
                 return
 
+    def _seam(self, left: np.ndarray, right: np.ndarray, piece: _Piece) -> tuple[int, int] | None:
+        """Of two pieces' tokens one that is in both near where the second begins, amid others that are; None without.
 
-def _seam(left: np.ndarray, right: np.ndarray, near: int) -> tuple[int, int] | None:
-    """Of two pieces' tokens one that is in both, behind a character, amid others that are; None where there is none."""
-    first, beyond = np.searchsorted(left[:, 1], [near - REACH // 2, near + REACH // 2])
-    for i in range(first, min(beyond, len(left) - ALIKE + 1)):
-        j = np.searchsorted(right[:, 1], left[i, 1])
-        if np.array_equal(left[i : i + ALIKE], right[j : j + ALIKE]):
-            return int(i) + ALIKE // 2, int(j) + ALIKE // 2
-    return None
+        White space as far as either sees is no place: a token behind it may take it in.
+        """
+        first, beyond = np.searchsorted(left[:, 1], [piece.begin - REACH // 2, piece.begin + REACH // 2])
+        for i in range(first, min(beyond, len(left) - ALIKE + 1)):
+            j = np.searchsorted(right[:, 1], left[i, 1])
+            if not np.array_equal(left[i : i + ALIKE], right[j : j + ALIKE]):
+                continue
+            among = np.arange(1, ALIKE) if self._within else np.flatnonzero(left[i : i + ALIKE, 3])
+            at = left[i, 1]
+            if len(among) and piece.text[piece.start : at].strip() and piece.text[at : piece.begin + REACH].strip():
+                return int(i + among[-1]), int(j + among[-1])
+        return None
+
+
+def _says_where(tokenizer: Any) -> bool:
+    """Whether a tokenizer tells the characters and the word of each token."""
+    try:
+        found = tokenizer(["a"], return_offsets_mapping=True)
+        return len(found["offset_mapping"][0]) == len(found.word_ids(0)) == len(found["input_ids"][0])
+    except Exception:  # whatever one raises that does not know of it
+        return False

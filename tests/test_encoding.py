@@ -1,12 +1,13 @@
 """A long text in pieces has the ids that it has as a whole."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from normgeo import encoding
@@ -95,15 +96,65 @@ def test_pieces_of_any_text_are_joined_to_the_whole(tokenizers, kind):
     check()
 
 
+def merging(merges: list[tuple[str, str]], split, special=()) -> PreTrainedTokenizerFast:
+    pieces = dict.fromkeys(["<unk>", *"0123456789ab ", *(a + b for a, b in merges)])
+    built = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    built.pre_tokenizer = split
+    built.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>")
+
+
+def likely_alike() -> PreTrainedTokenizerFast:
+    """Unigram by which three letters alike are split in two ways that are equally likely."""
+    rng = random.Random(0)
+    scores = [("<unk>", 0.0), ("▁", -2.0), *((c * n, -2 - n - rng.random()) for c in "abcdefgh" for n in (1, 2))]
+    built = Tokenizer(models.Unigram(scores, unk_id=0))
+    built.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>")
+
+
+def test_what_is_before_decides_between_equal_splits():
+    """By how the sum of all before is rounded, so that pieces are not joined within a word."""
+    rng, tokenizer = random.Random(0), likely_alike()
+    runs = [rng.choice("abcdefgh") * rng.choice([1, 3, 5, 3]) for _ in range(130_000)]
+    for text in ("".join(runs), "".join(run + " " * (rng.random() < 0.2) for run in runs)):
+        found = [ids for _, ids in Encoder(tokenizer)([text])]
+        assert np.concatenate(found).tolist() == tokenizer(text)["input_ids"]
+        assert len(found) == (len(text) // encoding.PIECE if " " in text else 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "characters", "merges"),
+    [
+        (pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"), "0123456789", [("1", "2"), ("4", "7")]),
+        (pre_tokenizers.FixedLength(6), "0123", [("0", "1"), ("2", "3")]),
+    ],
+)
+def test_words_that_are_counted_from_the_beginning_are_not_shifted(split, characters, merges, monkeypatch):
+    cut(monkeypatch)
+    rng, tokenizer = random.Random(1), merging(merges, split)
+    text = "".join(rng.choice(characters) for _ in range(30_000))
+    assert np.concatenate([ids for _, ids in Encoder(tokenizer)([text])]).tolist() == tokenizer(text)["input_ids"]
+
+
+def test_white_space_goes_with_a_token_behind_it_however_far(monkeypatch):
+    cut(monkeypatch)
+    mask = AddedToken("<mask>", lstrip=True)
+    tokenizer = merging([("a", "b")], pre_tokenizers.Split("\0", "isolated"), [mask])
+    for text in ("ab" * 700 + " " * 3000 + "<mask>" + "ab" * 400, "ab" * 700 + " " * 3000 + "ab" * 400):
+        assert np.concatenate([ids for _, ids in Encoder(tokenizer)([text])]).tolist() == tokenizer(text)["input_ids"]
+
+
 def test_a_text_that_cannot_be_joined_is_taken_as_a_whole(tokenizers, monkeypatch):
     """As where ids depend on how long the text is, from some place on."""
     cut(monkeypatch)
-    inner, text = tokenizers["bytes"], "".join(TEXTS[:3])
+    inner, text = tokenizers["bytes"], "".join(TEXTS)
 
     class Turning:
-        eos_token_id, sep_token_id, is_fast = 1, None, True
+        eos_token_id, sep_token_id, seen = 1, None, 0
 
         def __call__(self, given, **options):
+            self.seen += sum(map(len, given)) if isinstance(given, list) else 0
             found = inner(given, **options)
             if "offset_mapping" not in found:
                 return found
@@ -113,8 +164,10 @@ def test_a_text_that_cannot_be_joined_is_taken_as_a_whole(tokenizers, monkeypatc
                     found["input_ids"][i] = [(id + at) % 900 for id in found["input_ids"][i]]
             return found
 
-    found = [ids for _, ids in Encoder(Turning())([text])]
+    turning = Turning()
+    found = [ids for _, ids in Encoder(turning)([text])]
     assert 1 < len(found) < len(text) // 600
+    assert turning.seen < encoding.PIECES_AT_ONCE * 1000 < len(text) // 2  # no more pieces once it is known
     assert np.concatenate(found).tolist() == whole(inner, text)
 
 
@@ -126,7 +179,8 @@ def test_what_does_not_say_where_its_tokens_are_is_given_the_whole(tokenizers, m
         eos_token_id, sep_token_id = 1, None
 
         def __call__(self, given, **options):
-            assert "return_offsets_mapping" not in options
+            if "return_offsets_mapping" in options:
+                raise NotImplementedError("where tokens are is not known")
             seen.append(given)
             return inner(given, **options)
 
@@ -140,7 +194,7 @@ def test_of_a_long_text_no_more_is_tokenized_than_is_asked_for(tokenizers, monke
     inner, seen = tokenizers["words"], []
 
     class Counting:
-        eos_token_id, sep_token_id, is_fast = None, 3, True
+        eos_token_id, sep_token_id = None, 3
 
         def __call__(self, given, **options):
             seen.extend(given)
@@ -178,7 +232,7 @@ def test_a_tokenizer_is_given_little_at_once(tokenizers, monkeypatch):
     inner, most = tokenizers["bytes"], []
 
     class Counting:
-        eos_token_id, sep_token_id, is_fast = 1, None, True
+        eos_token_id, sep_token_id = 1, None
 
         def __call__(self, given, **options):
             most.append(sum(map(len, given)))
