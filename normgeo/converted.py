@@ -17,6 +17,7 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -74,25 +75,25 @@ class TiedHead(nn.Linear):
         return functional.linear(input, self.weight, self.bias) + input.sum(-1, keepdim=True) * self.mean
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one with this dotted name, under every name that one has.
+def put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put modules in the places of those with these dotted names, under every name that each has.
 
     In evaluation torch's encoder layers call no module inside them, but compute LayerNorms of the weights of their
     norms, unless their activation is neither ReLU nor GELU: they are told that it is not.
     """
-    old = model.get_submodule(name)
-    _unnest(model, old)
+    new = {id(model.get_submodule(name)): module for name, module in modules.items()}
+    _unnest(model, new)
     for parent in list(model.modules()):
-        for child in [key for key, value in parent._modules.items() if value is old]:
-            setattr(parent, child, module)
+        for key, module in [(key, new[id(old)]) for key, old in parent._modules.items() if id(old) in new]:
+            setattr(parent, key, module)
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
 
 
-def _unnest(model: nn.Module, inside: nn.Module) -> None:
-    """Have torch's encoders around a module hand on padding as it is, not nested tensors, in which it becomes zero."""
+def _unnest(model: nn.Module, inside: Container[int]) -> None:
+    """Have torch's encoders around modules of these ids hand on padding as it is, not nested: it would become zero."""
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and any(inside is module for module in encoder.modules()):
+        if isinstance(encoder, nn.TransformerEncoder) and any(id(module) in inside for module in encoder.modules()):
             encoder.use_nested_tensor = False
 
 
@@ -157,7 +158,7 @@ def recenter_at(
     would be used for it as well, for it tells modules apart by their types and not by their hooks.
     """
     where = model.get_submodule(module)
-    _unnest(model, where)
+    _unnest(model, {id(where)})
     if not is_parametrized(where):  # that has a class of its own already, and takes it back
         where.__class__ = _kind(type(where), f"{side} {argument} {mode}")
     if side == "input":
@@ -217,10 +218,8 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
         reshape(model, name, cut[old])
     for name in recipe.get("biases", ()):
         add_bias(model.get_submodule(name))
-    for name, spec in recipe["norms"].items():
-        put(model, name, _norm(model.get_submodule(name), spec, like))
-    for name in recipe.get("heads", ()):
-        put(model, name, TiedHead.of(model.get_submodule(name)))
+    norms = {name: _norm(model.get_submodule(name), spec, like) for name, spec in recipe["norms"].items()}
+    put(model, norms | {name: TiedHead.of(model.get_submodule(name)) for name in recipe.get("heads", ())})
     for name in recipe.get("tables", ()):
         owner, _, last = name.rpartition(".")
         module = model.get_submodule(owner)

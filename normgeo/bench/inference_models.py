@@ -130,9 +130,8 @@ def in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
             torchao = importlib.import_module("torchao.quantization")
         except ImportError as error:
             raise ModelError(f"{dtype} needs torchao: pip install 'normgeo[int8]'") from error
-        for name, module in list(model.named_modules()):
-            if isinstance(module, Conv1D):
-                put(model, name, _linear(module))  # torchao quantizes linear layers alone
+        # torchao quantizes linear layers alone
+        put(model, {name: _linear(module) for name, module in model.named_modules() if isinstance(module, Conv1D)})
         torchao.quantize_(model, getattr(torchao, QUANTIZED[dtype])(version=2))
     return model
 
@@ -163,20 +162,19 @@ class _TorchRMSNorm(nn.Module):
 
 
 def _with_torch_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    for site in sites:
-        norm = model.get_submodule(site.name)
-        if isinstance(norm, RMSNorm):
-            put(model, site.name, _TorchRMSNorm(norm))
+    norms = {site.name: model.get_submodule(site.name) for site in sites}
+    put(model, {name: _TorchRMSNorm(norm) for name, norm in norms.items() if isinstance(norm, RMSNorm)})
     return model
 
 
 def _with_own_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
+    norms = dict[str, nn.Module]()
     for site in sites:
-        old = model.get_submodule(site.name)
-        new = RMSNorm(site.d, site.eps, affine=site.gain, dtype=model.dtype, device=model.device)
-        if new.weight is not None:
-            new.weight.data = affine_of(old, site)[0]
-        put(model, site.name, new.eval().requires_grad_(False))
+        norm = RMSNorm(site.d, site.eps, affine=site.gain, dtype=model.dtype, device=model.device)
+        if norm.weight is not None:
+            norm.weight.data = affine_of(model.get_submodule(site.name), site)[0]
+        norms[site.name] = norm.eval().requires_grad_(False)
+    put(model, norms)
     return model
 
 
@@ -195,8 +193,8 @@ class _KernelLayerNorm(nn.Module):
 
 
 def _with_layernorm_kernels(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    for site in sites:
-        put(model, site.name, _KernelLayerNorm(*affine_of(model.get_submodule(site.name), site), site.eps))
+    old = {site: model.get_submodule(site.name) for site in sites}
+    put(model, {site.name: _KernelLayerNorm(*affine_of(norm, site), site.eps) for site, norm in old.items()})
     return model
 
 
@@ -217,8 +215,7 @@ class _NoNorm(nn.Module):
 
 
 def _without_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    for site in sites:
-        put(model, site.name, _NoNorm(model.get_submodule(site.name)))
+    put(model, {site.name: _NoNorm(model.get_submodule(site.name)) for site in sites})
     return model
 
 

@@ -19,19 +19,20 @@ gain of ones hides or invents a direction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeGuard, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from normgeo.conversion.gradients import aligned, ratio, reached, vanishes
 from normgeo.conversion.probing import (
     INVISIBLE,
     Place,
     Trace,
+    Use,
     float64_copy,
     generic_copy,
     outputs_of,
@@ -144,26 +145,6 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     return replace(_Probe(probe, sites, gains, inputs, shared).gauge(), functions=functions)
 
 
-@torch.no_grad()
-def ratio(gradient: Tensor, axis: int, weights: Tensor | None = None) -> Tensor:
-    """How much is left of a sum along an axis: |sum_a w_a g_a| / sqrt(sum_a |w_a g_a|^2), for each row w of `weights`.
-
-    About 1 for unrelated summands, sqrt(d) for equal ones, and rounding when the sum vanishes.
-    """
-    g = gradient.double()  # some routers turn their parameters to float32 themselves
-    g = g.movedim(axis, 0).flatten(1) if g.ndim > 1 else g[:, None]
-    w = torch.ones(1, len(g), dtype=g.dtype, device=g.device) if weights is None else weights.double()
-    scale = (w.square() @ g.square().sum(1)).sqrt()
-    return torch.where(scale > 0, (w @ g).norm(dim=1) / scale, torch.inf)
-
-
-def _aligned(gradient: Tensor | None) -> float:
-    """1 for a gradient along the uniform vector everywhere, about 1/sqrt(d) for any other, 0 for none."""
-    if not _reached(gradient):
-        return 0.0
-    return float(ratio(gradient, -1)) / math.sqrt(gradient.shape[-1])
-
-
 class _Probe:
     """One forward pass of a generic copy, and the gradients of what came out."""
 
@@ -189,11 +170,11 @@ class _Probe:
         self._check(found)
         writers, scaled, readers = self._sorted(found, moving)
         unseen = self._unseen(found)
-        idle = tuple(s.key for s in self.sites if s.name in self.gains and not _reached(found[f"{s.name}.weight"]))
+        idle = tuple(s.key for s in self.sites if s.name in self.gains and not reached(found[f"{s.name}.weight"]))
         writers, readers = self._by_analogy(unseen, writers, readers)
         writers += self._tied_tables(found, writers)
         del visible, found  # as large as the model, in float64
-        seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not _vanishes(g)}
+        seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not vanishes(g)}
         places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
         invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
         tables = tuple(Shift(*table) for table in written_by_tables(self.model, self.sites, self.inputs))
@@ -216,7 +197,7 @@ class _Probe:
 
     def _unseen(self, gradients: Mapping[str, Tensor | None]) -> list[str]:
         """Parameters as wide as a stream that have no gradient, under any of their names."""
-        dark = {name for name, g in gradients.items() if not _reached(g)}
+        dark = {name for name, g in gradients.items() if not reached(g)}
         shapes = {name: self.model.get_parameter(name).shape for name in dark}
         wide = {name for name, shape in shapes.items() if self.widths.intersection(shape) and shape.numel()}
         own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
@@ -257,9 +238,15 @@ class _Probe:
             center(self.model.get_parameter(name), axis)
         outputs, by_site, trace = self._pass()
         self._gradients(outputs, trace, [])
+        hidden = [vanishes(g) for g in trace.gradients]  # the same for every site
         moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
-        hidden = [_vanishes(g) for g in trace.gradients]  # the same for every site
-        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, hidden, outputs))}
+        # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked alone
+        moved = self._gradient(list(moving.values()), [use.tensor for use in trace.uses])
+        shown = [
+            use for use, h, m in zip(trace.uses, hidden, moved, strict=True)
+            if use.place.side == "output" and not h and reached(m) and float(ratio(m, -1)) > 2
+        ]  # fmt: skip
+        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, hidden, outputs, shown))}
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -268,7 +255,7 @@ class _Probe:
         """Which shifts move the mean of what some LayerNorm is given."""
         return {
             Shift(name, axis)
-            for name, g in zip(named, moved, strict=True) if _reached(g)
+            for name, g in zip(named, moved, strict=True) if reached(g)
             for axis, size in enumerate(g.shape) if size in self.widths and float(ratio(g, axis)) > INVISIBLE
         }  # fmt: skip
 
@@ -286,7 +273,7 @@ class _Probe:
                 if size not in self.widths:
                     continue
                 moves = Shift(name, axis) in moving
-                if _vanishes(gradient, axis):
+                if vanishes(gradient, axis):
                     if moves:
                         writers.append(Shift(name, axis))
                     continue
@@ -326,8 +313,8 @@ class _Probe:
         found, axes = list[Shift](), {shift.parameter: shift.axis for shift in writers}
         for name, group in self.shared.items():
             tables = [n for n in group if isinstance(self.model.get_submodule(n.rpartition(".")[0]), nn.Embedding)]
-            said = {axes.get(peer, -1) for peer in tables if _reached(visible[peer])}
-            if name in tables and not _reached(visible[name]) and len(said) == 1 and said != {-1}:
+            said = {axes.get(peer, -1) for peer in tables if reached(visible[peer])}
+            if name in tables and not reached(visible[name]) and len(said) == 1 and said != {-1}:
                 found.append(Shift(name, *said))
         return tuple(found)
 
@@ -355,17 +342,18 @@ class _Probe:
         best = int(ratios.argmin())
         return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
 
-    def _raw(self, mean: Tensor, trace: Trace, hidden: list[bool], outputs: list[Tensor]) -> tuple[str, ...]:
-        """Who else reads the latest tensor that is added into a site's input and whose mean is seen."""
-        shown = [use for use, h in zip(trace.uses, hidden, strict=True) if use.place.side == "output" and not h]
+    def _raw(
+        self, mean: Tensor, trace: Trace, hidden: list[bool], outputs: list[Tensor], shown: list[Use]
+    ) -> tuple[str, ...]:
+        """Who else reads the latest tensor of these that is added into a site's input, whose mean is seen."""
         moved = self._gradient([mean], [use.tensor for use in shown])
         late = zip(reversed(shown), reversed(moved), strict=True)
-        source = next((use for use, m in late if _aligned(m) > 1 - INVISIBLE), None)
+        source = next((use for use, m in late if aligned(m) > 1 - INVISIBLE), None)
         if source is None:
             return ()
         who = [
             use for use, g, h in zip(trace.uses, trace.gradients, hidden, strict=True)
-            if use.place.side == "input" and use.leaf and _reached(g)
+            if use.place.side == "input" and use.leaf and reached(g)
             # (a norm of several vectors side by side reads the mean of each)
             and not (h and use.tensor.shape[-1] == source.tensor.shape[-1])
         ]  # fmt: skip
@@ -379,12 +367,4 @@ class _Probe:
         """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
         if source is tensor or not tensor.requires_grad:
             return False
-        return _aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
-
-
-def _reached(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    return gradient is not None and bool(gradient.norm() > 0)
-
-
-def _vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
-    return _reached(gradient) and float(ratio(gradient, axis)) < INVISIBLE
+        return aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5

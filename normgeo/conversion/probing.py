@@ -143,16 +143,16 @@ def with_padding(probe: nn.Module) -> None:
 def plain_norms(probe: PreTrainedModel, sites: tuple[NormSite, ...]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The probe with LayerNorms that have random gains and no beta; the gains by the norm's name."""
     generator = torch.Generator().manual_seed(2)
-    gains = {}
+    norms = dict[str, nn.Module]()
     with_padding(probe)
     for site in sites:
-        if site.kind == "layernorm" and site.name not in gains:
+        if site.kind == "layernorm" and site.name not in norms:
             norm = LayerNorm(site.d, site.eps, dtype=torch.float64, device=probe.device)
             gain = 1 + 0.3 * torch.rand(site.d, generator=generator, dtype=torch.float64)
             norm.weight.data.copy_(gain)  # pyright: ignore
-            put(probe, site.name, norm)
-            gains[site.name] = norm.weight.detach()  # pyright: ignore
-    return probe.requires_grad_(True), gains
+            norms[site.name] = norm
+    put(probe, norms)
+    return probe.requires_grad_(True), {name: norm.weight.detach() for name, norm in norms.items()}  # pyright: ignore
 
 
 _looked_at: ContextVar[tuple[str, ...]] = ContextVar("looked_at", default=())

@@ -104,9 +104,7 @@ def compressed(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(module, attribute, width - 1)
     for name, reading in readers.items():
         norm = _unscaled(result.get_submodule(name))  # pyright: ignore[reportArgumentType]
-        put(result, name, norm)
-        for reader in reading:
-            put(result, reader, Reader(result.get_submodule(reader), norm))
+        put(result, {name: norm} | {reader: Reader(result.get_submodule(reader), norm) for reader in reading})
     try:
         with torch.no_grad():
             truth, found = (outputs_of(float64_copy(m, tied=True), inputs) for m in (model, result))
