@@ -36,6 +36,9 @@ PALETTE = (
 )  # fmt: skip
 """Seaborn's colorblind palette: to load seaborn takes longer than a second, too long for what draws nothing."""
 
+MOST_BARS = 48
+"""Bars beside each other of which each can be seen."""
+
 COLORS = dict(zip(("uniform", "random_a", "random_b"), PALETTE[:3], strict=True))
 MARKERS = {"uniform": "o", "random_a": "s", "random_b": "^"}
 LABELS = {"uniform": "uniform vector", "random_a": "random vector a", "random_b": "random vector b"}
@@ -166,7 +169,8 @@ def mean_angles(
 ) -> None:
     """Mean angles to directions by a column, with one standard deviation over tokens as error bars.
 
-    Behind them the null ensemble, where the table has it: between which angles the means of random directions lie.
+    Of more than `MOST_BARS` these would be one area: then dashed lines are as far away. Behind them the null ensemble,
+    where the table has it: between which angles the means of random directions lie.
 
     Args:
         axes: where.
@@ -183,10 +187,15 @@ def mean_angles(
         axes.fill_between(null[by], null.q05, null.q95, color="0.78", linewidth=0, label="central 90%")
     for k, (name, color) in enumerate(directions.items()):
         here = rows[rows.direction == name].sort_values(by)
-        if len(here):
+        looks: dict[str, Any] = {"color": color, "markersize": 2.5, "label": LABELS[name], "zorder": 3}
+        if len(here) > MOST_BARS and here[by].is_unique:
+            axes.plot(here[by], here.mean_deg, f"{MARKERS[name]}-", markevery=len(here) // 12, linewidth=1.0, **looks)
+            for side in (-1, 1):
+                axes.plot(here[by], here.mean_deg + side * here.std_deg, "--", color=color, linewidth=0.6, zorder=3)
+        elif len(here):
             axes.errorbar(
-                here[by] + apart * (k - 1), here.mean_deg, here.std_deg, fmt=MARKERS[name], color=color,
-                markersize=2.5, elinewidth=0.8, capsize=1.2, capthick=0.6, label=LABELS[name], zorder=3,
+                here[by] + apart * (k - 1), here.mean_deg, here.std_deg, fmt=MARKERS[name], elinewidth=0.8,
+                capsize=1.2, capthick=0.6, **looks,
             )  # fmt: skip
 
 

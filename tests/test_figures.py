@@ -1,6 +1,7 @@
 import itertools
 
 import matplotlib.figure
+import pandas as pd
 import pytest
 import seaborn as sns
 import zoo
@@ -313,3 +314,22 @@ def test_what_is_drawn_of_rows_that_are_not_there_names_them(tables, kind):
     for part in (frame[frame.phase == "post"], frame[frame.direction != "uniform"], frame[:0]):
         with pytest.raises(DataError, match=f"{kind} is drawn of rows of phase '[a-z]+' and direction 'uniform'"):
             figures.draw(part, kind)
+
+
+@pytest.mark.parametrize("layers", [figures.MOST_BARS, figures.MOST_BARS + 1])
+def test_of_many_layers_lines_show_the_spread_that_bars_would_hide(tables, layers):
+    """80 layers of three bars each are one area, behind which nothing is seen."""
+    frame = tables["gpt2"].frame
+    frame = frame[(frame.role == "attention") & (frame.phase == "pre") & (frame.layer == 0)]
+    many = pd.concat([frame.assign(layer=i, mean_deg=90 + i, std_deg=i / 9) for i in range(layers)])
+    axes = matplotlib.figure.Figure().subplots()
+    figures.mean_angles(axes, many, "layer")
+    lines = [line for line in axes.lines if line.get_linestyle() == "--"]
+    expected = [90 + i + side * i / 9 for side in (-1, 1) for i in range(layers)]
+    if layers > figures.MOST_BARS:
+        assert not axes.containers
+        assert [y for line in lines[:2] for y in line.get_ydata()] == pytest.approx(expected)
+        assert len(lines) == 6
+    else:
+        assert (len(axes.containers), lines) == (3, [])
+    assert axes.get_legend_handles_labels()[1][-3:] == list(figures.LABELS.values())
