@@ -180,3 +180,14 @@ def test_a_certificate_of_a_model_with_huge_losses(tmp_path):
     ids = torch.randint(0, 90, (2, 16), generator=torch.Generator().manual_seed(0))
     conversion = convert(model, certify_on=[{"input_ids": ids}])
     assert conversion.certificate.perplexity_original == float("inf")
+
+
+def test_by_shard_too_a_model_with_nan_is_refused(tmp_path):
+    """In layers that are certified and in others."""
+    for layer in (0, 4):
+        model = tiny("gpt2", n_layer=6)
+        model.transformer.h[layer].mlp.c_fc.weight.data[3, 5] = torch.nan
+        model.save_pretrained(tmp_path / f"in{layer}", max_shard_size="20KB")
+        with pytest.raises((ConversionError, ModelError), match=r"NaN"):
+            convert_sharded(tmp_path / f"in{layer}", tmp_path / "out")
+        assert not (tmp_path / "out").exists()

@@ -307,6 +307,8 @@ def _write(
 
     def save(tensors: dict[str, Tensor], file: str) -> None:
         nonlocal size
+        if damaged := [name for name, value in tensors.items() if value.itemsize > 1 and value.isnan().any()]:
+            raise ConversionError(f"{damaged[0]} has NaN in it: nothing can be said of its model, and nothing was kept")
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file, {"format": "pt"})
         home.update(dict.fromkeys(tensors, file))
         size += sum(value.nbytes for value in tensors.values())
