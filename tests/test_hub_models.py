@@ -95,6 +95,19 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
         "that there is offline"
     )
 
+    # what is done is not loaded again, of which there may be hundreds
+    (snapshot,) = tmp_path.glob(f"home/**/snapshots/{hub.commit_of('org/tiny', NAMES[1])}")
+    (snapshot / "model.safetensors").unlink()
+    (part,) = tmp_path.glob("steps/parts/*-00000010.parquet")
+    part.unlink()
+    (tmp_path / "steps/run.json").write_text(json.dumps(record | {"status": "running"}))
+    (tmp_path / "steps/angles.parquet").unlink()
+    (status,), (said,) = hub.asked(
+        {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path, "angles --resume steps"
+    )
+    assert status == 0, said
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "steps/angles.parquet"), frame)
+
 
 def test_steps_among_revisions(monkeypatch, tmp_path):
     names = ["main", "step0", "step512", "step143000", "v1.0", "global_step7", "checkpoint-9/extra", "footstep-x"]

@@ -31,6 +31,7 @@ from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, RunError
 from normgeo.hub import revisions
+from normgeo.loading import commit_of
 from normgeo.rows import SINGLE
 from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
@@ -196,7 +197,7 @@ def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options:
     check_folder(out, "--resume")
     with alone(out):
         run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
-        return _finish(find_checkpoints(where, run.revision), run, out, record, **options)
+        return _finish(find_checkpoints(where, run.revision), run, out, record, resumed=True, **options)
 
 
 def _finish(
@@ -227,6 +228,7 @@ def measure_checkpoints(
     announce: Callable[[str], None] = lambda line: None,
     note: Callable[[Checkpoint, dict[str, Any]], None] = lambda point, about: None,
     progress: bool = True,
+    resumed: bool = False,
 ) -> pd.DataFrame:
     """The angles of every checkpoint on the same tokens: an `AngleTable`'s frame with a column `step`.
 
@@ -237,6 +239,8 @@ def measure_checkpoints(
         announce: called with a line for each checkpoint.
         note: called with each checkpoint and its weights, tokenizer and data by hash, before it is measured.
         progress: show progress bars.
+        resumed: the tables there are of this very configuration. Of a commit on the hub none is looked at again, where
+            the cache has it still: there may be hundreds to load.
 
     Raises:
         RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
@@ -252,6 +256,9 @@ def measure_checkpoints(
     done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
+        commit = abouts.get(point, {}).get("revision") if resumed else None
+        if commit and commit == commit_of(point.path, point.revision):
+            continue
         before = next((about for other, about in abouts.items() if other.model == point.model), None)
         of_point = replace(config, revision=point.revision)
         revision = revision_in(abouts.values())
