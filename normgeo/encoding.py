@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers.models import BPE
@@ -25,8 +24,7 @@ REACH = 1 << 12  # characters that a piece has of its neighbours on either side
 ALIKE = 8  # tokens in a row that two pieces must have in common
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A document's number, its text, and the characters that are meant; all of them are where it is in one piece."""
 
     document: int
@@ -85,14 +83,17 @@ class Encoder:
         """
         whole = set[int]()  # documents that cannot be joined, of which no more pieces are wanted
         found = self._encoded(texts, whole)
-        for document, pieces in itertools.groupby(found, key=lambda found: found[0].document):
-            for ids in self._joined(pieces, whole):
-                yield document, ids
+        for piece, tokens in found:
+            if piece.first and piece.last:
+                yield piece.document, np.asarray(tokens + self._separator, np.int64)
+            elif piece.document not in whole:
+                for ids in self._joined(itertools.chain([(piece, tokens)], found), whole):
+                    yield piece.document, ids
 
-    def _encoded(self, texts: Iterable[str], whole: Container[int]) -> Iterator[tuple[_Piece, np.ndarray]]:
+    def _encoded(self, texts: Iterable[str], whole: Container[int]) -> Iterator[tuple[_Piece, Any]]:
         """Every piece and its tokens, [tokens, 4]: id, first character, end, whether it begins a word.
 
-        A document that is one piece has the ids alone.
+        Of a document that is one piece they are a list of ids.
         """
         cut = itertools.chain.from_iterable(map(self._cut, itertools.count(), texts))
         pieces, at_once = (piece for piece in cut if piece.document not in whole), 1
@@ -100,10 +101,13 @@ class Encoder:
             places = not all(piece.first and piece.last for piece in chunk)
             options = {"return_offsets_mapping": True} if places else {}
             found = self._tokenizer([piece.seen for piece in chunk], verbose=False, **options)
-            for i, piece in enumerate(chunk):
-                tokens = np.zeros((len(found["input_ids"][i]), 4), np.int64)
-                tokens[:, 0] = found["input_ids"][i]
-                if places and len(tokens):
+            for i, (piece, ids) in enumerate(zip(chunk, found["input_ids"], strict=True)):
+                if piece.first and piece.last:
+                    yield piece, ids
+                    continue
+                tokens = np.zeros((len(ids), 4), np.int64)
+                tokens[:, 0] = ids
+                if len(ids):
                     tokens[:, 1:3] = np.asarray(found["offset_mapping"][i]) + piece.start
                     words = [-1 if word is None else word for word in found.word_ids(i)]
                     tokens[:, 3] = np.diff(words, prepend=-2) != 0

@@ -358,7 +358,7 @@ def test_inputs_may_be_numbers(untyped):
     assert [site.name for site in find_sites(wrap(Scaled().eval()), inputs)] == ["module.norm"]
 
 
-@torch.library.custom_op("normgeo_tests::rms_norm", mutates_args=())
+@torch.library.custom_op("others::rms_norm", mutates_args=())
 def others(x: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), None, eps)
 
@@ -370,7 +370,7 @@ class Libraries(nn.Module):
 
     def forward(self, ids):
         x = self.table(ids)
-        x = x + self.up(torch.ops.normgeo_tests.rms_norm(x, 1e-6))
+        x = x + self.up(torch.ops.others.rms_norm(x, 1e-6))
         return self.norm(x + torch.ops.aten.rms_norm(x, [D]))
 
 
