@@ -77,15 +77,15 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
         assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
 
 
-@pytest.mark.parametrize(("told", "stored", "norms"), [
-    ("bfloat16", torch.float32, torch.float32), ("float32", torch.bfloat16, torch.float32),
-    ("float32", torch.float64, torch.float64),
+@pytest.mark.parametrize(("told", "stored", "some", "others"), [
+    ("bfloat16", torch.float32, ".ln_", torch.float32), ("float32", torch.bfloat16, ".ln_", torch.float32),
+    ("float32", torch.float64, ".ln_", torch.float64), (None, torch.float32, ".bias", torch.bfloat16),
 ])  # fmt: skip
-def test_a_checkpoint_of_other_dtypes_than_it_is_loaded_in_is_converted_as_it_is_loaded(told, stored, norms, tmp_path):
+def test_a_checkpoint_of_other_dtypes_than_it_is_loaded_in_is_converted_as_it_is_loaded(told, stored, some, others, tmp_path):
     model = tiny("gpt2", n_layer=4)
     model.to(stored).save_pretrained(tmp_path / "in")
     path, about = tmp_path / "in/model.safetensors", json.loads((tmp_path / "in/config.json").read_text())
-    save_file({k: v.to(norms if ".ln_" in k else stored) for k, v in load_file(path).items()}, path, {"format": "pt"})
+    save_file({k: v.to(others if some in k else stored) for k, v in load_file(path).items()}, path, {"format": "pt"})
     (tmp_path / "in/config.json").write_text(json.dumps(about | {"dtype": told}))
     assert convert_sharded(tmp_path / "in", tmp_path / "out").certificate.passed
     expected = convert(load_model(tmp_path / "in")).model.state_dict()

@@ -68,6 +68,12 @@ class Shards:
                     name = named(key)
                     self.home[name], self.stored[name] = file, key
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What transformers loads all in where the configuration names no dtype: that of the first real numbers."""
+        dtypes = (self.read(name).dtype for name in self.home)
+        return next((d for d in dtypes if d.is_floating_point and d.itemsize > 1), torch.float32)
+
     def leave_out(self, names: set[str]) -> None:
         """Act as if there were no such tensors."""
         self.home = {name: file for name, file in self.home.items() if name not in names}
@@ -131,11 +137,11 @@ def convert_sharded(
         _check_unconverted(source, config)
         deep = empty_model(cls, config)
         shards = Shards(source, deep)
+        dtype = getattr(config, "dtype", None) or shards.dtype  # before anything of the checkpoint is left out
     except UNLOADABLE as error:
         raise explained(str(source), error) from error
     _check_names(deep, shards, source)
     shallow, to = shallow_model(cls, config)
-    dtype = getattr(config, "dtype", None) or shards.read(next(n for n in shards.home if n.endswith("weight"))).dtype
     first = _with_weights(shallow, shards, to, dtype)
     with looking_at(outputs):
         gauge = find_gauge(shallow)
