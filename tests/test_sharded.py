@@ -19,11 +19,12 @@ from normgeo.conversion import sharded
 from normgeo.conversion.checkpoint import describe, save
 from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.reaching import reaching_inputs
-from normgeo.conversion.shallow import Spread, check_alike, empty_model, shallow_gauge, shallow_model, spread
+from normgeo.conversion.shallow import empty_model, shallow_gauge, shallow_model, spread
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, NormGeoError
 from normgeo.examples import example_inputs
 
+EMBEDDINGS = "transformer.wte.weight"
 AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
 DEPTH = {
     "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
@@ -81,7 +82,7 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
     ("bfloat16", torch.float32, ".ln_", torch.float32), ("float32", torch.bfloat16, ".ln_", torch.float32),
     ("float32", torch.float64, ".ln_", torch.float64), (None, torch.float32, ".bias", torch.bfloat16),
 ])  # fmt: skip
-def test_a_checkpoint_of_other_dtypes_than_it_is_loaded_in_is_converted_as_it_is_loaded(told, stored, some, others, tmp_path):
+def test_a_checkpoint_of_other_dtypes_is_converted_as_it_is_loaded(told, stored, some, others, tmp_path):
     model = tiny("gpt2", n_layer=4)
     model.to(stored).save_pretrained(tmp_path / "in")
     path, about = tmp_path / "in/model.safetensors", json.loads((tmp_path / "in/config.json").read_text())
@@ -131,31 +132,6 @@ def test_the_last_layer_may_be_treated_as_no_other_is(tmp_path, deep):
     torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
     given = convert(model, gauge=shallow_gauge(type(model), model.config))
     assert given.recipe == whole.recipe
-
-
-def test_layers_at_other_places_are_not_guessed():
-    """Where the last layer is of a kind that no shallow model ends with, all layers of its kind must be alike."""
-    shallow, deep = (torch.nn.ModuleDict({"h": torch.nn.ModuleList()}) for _ in range(2))
-    for model, kinds in ((shallow, "aba"), (deep, "ababab")):
-        for kind in kinds:
-            model["h"].append(torch.nn.Linear(2, 2 + (kind == "b")))
-    to = spread(deep, shallow)
-    assert to.assigned == {"h": (0, 1, 0, 1, 0, 1)}
-    assert to.unsure == {("h", (1,))}
-    with pytest.raises(ConversionError, match="layers of h are treated in different ways"):
-        check_alike(to, [])
-    to = Spread(to.assigned, frozenset({("h", (0, 2))}))
-    check_alike(to, [("h.0.weight", 1), ("h.2.weight", 1), ("h.1.bias", 0)])
-    with pytest.raises(ConversionError, match="convert it in memory"):
-        check_alike(to, [("h.0.weight", 1), ("h.2.weight", 0)])
-
-
-def test_as_many_layers_are_looked_at_as_end_like_the_model():
-    """GPT-Neo's layers alternate; of six, four are looked at, for the last to be of the last one's kind."""
-    model = tiny("gpt_neo", **DEPTH["gpt_neo"])
-    _, to = shallow_model(type(model), model.config)
-    assert not to.unsure
-    assert to.depth == 3  # they have the same parameters
 
 
 def test_what_fewer_layers_do_not_tell_is_refused(tmp_path, deep):
@@ -254,6 +230,17 @@ def test_names_that_are_not_the_models_are_refused(tmp_path):
     (tmp_path / "none" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
     with pytest.raises(ConversionError, match="no safetensors"):
         convert_sharded(tmp_path / "none", tmp_path / "out")
+
+
+def test_a_head_of_its_own_where_the_configuration_ties_it_is_refused(tmp_path):
+    """Loading unties them and warns; the shallow model has them tied. The same head stored twice is one."""
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    edited(tmp_path / "in", lambda weights: weights.update({"lm_head.weight": weights[EMBEDDINGS].clone()}))
+    assert convert_sharded(tmp_path / "in", tmp_path / "out").certificate.passed
+    edited(tmp_path / "in", lambda weights: weights["lm_head.weight"].mul_(2))
+    with pytest.raises(ConversionError, match=rf"another lm_head.weight than {EMBEDDINGS}.* or convert it in memory"):
+        convert_sharded(tmp_path / "in", tmp_path / "other")
+    assert convert(load_model(tmp_path / "in")).certificate.passed
 
 
 def test_the_command_by_shard(tmp_path):

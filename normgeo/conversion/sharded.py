@@ -191,6 +191,12 @@ def _check_names(deep: PreTrainedModel, shards: Shards, source: Path) -> None:
         )
     warn_of_more(str(source), deep, have - wanted)  # others are buffers that older versions of transformers stored
     shards.leave_out(have - wanted)
+    for name, *others in ([name for name in group if name in have] for group in tied(deep)):
+        if another := next((n for n in others if not torch.equal(shards.read(n), shards.read(name))), None):
+            raise ConversionError(
+                f"the checkpoint has another {another} than {name}, with which its configuration ties it: loading "
+                "unties them; say so there (tie_word_embeddings), or convert it in memory"
+            )
 
 
 def _stored_once(model: PreTrainedModel, have: set[str]) -> set[str]:
