@@ -90,11 +90,12 @@ def test_convert(called):
 
 
 def test_compare(called):
-    options = {name: ANGLES[name] for name in ANGLES if name not in ("null_every", "sites")} | {"rounds": 2}
-    more = words(options, "--naive", "--trust-remote-code", "--out", "here")
-    given = called(comparison, "compare_run", "compare", "a", "b", *more)
-    options["n_tokens"] = options.pop("tokens")
-    assert given == (("a", "b", Path("here")), options | {"naive": True, "trust_remote_code": True})
+    options = {name: ANGLES[name] for name in ANGLES if name not in ("null_every", "sites")}
+    more = words(options | {"rounds": 2}, "--naive", "--trust-remote-code", "--out", "here")
+    for models in (("a", "b"), ("a",)):
+        given = called(comparison, "compare_run", "compare", *models, *more)
+        config = RunConfig(models, trust_remote_code=True, **options)
+        assert given == ((config, Path("here")), {"naive": True, "rounds": 2})
 
 
 def test_train(called):

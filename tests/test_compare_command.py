@@ -80,7 +80,7 @@ def test_command_on_the_embedded_pair(normgeo, tmp_path):
     assert "600 tokens of sample in contexts of 100" in said
     (written,) = (tmp_path / "runs").iterdir()
     assert written.name.startswith("compare-embedded-layernorm-embedded-rmsnorm-")
-    assert written.name.startswith(comparison.comparison_name(words[0], words[1]))
+    assert written.name.startswith(comparison.comparison_name(words[:2]))
 
 
 def test_a_model_against_itself_by_name(normgeo, tmp_path):

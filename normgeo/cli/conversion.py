@@ -108,15 +108,16 @@ def compare(
     trust_remote_code: Trusting = False,
 ) -> None:
     """Compare models on the same tokens: outputs, perplexity, angles by layer, size and speed."""
+    from normgeo.angles.job import RunConfig
     from normgeo.comparison.compare import compare_run, comparison_name
     from normgeo.system.folders import claimed
 
     quiet()
-    with claimed(out, comparison_name(a, b)) as where:
-        result = compare_run(
-            a, b, where, data=data, n_tokens=tokens, context=context, batch=batch, naive=naive, device=device,
-            dtype=dtype, null=null, rounds=rounds, seed=seed, revision=revision,
-            trust_remote_code=trust_remote_code, announce=note,
-        )  # fmt: skip
+    config = RunConfig(
+        (a,) if b is None else (a, b), data=data, tokens=tokens, context=context, batch=batch, dtype=dtype,
+        device=device, null=null, seed=seed, revision=revision, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    with claimed(out, comparison_name(config.models)) as where:
+        result = compare_run(config, where, naive=naive, rounds=rounds, announce=note)
     console.print(result.table(console.width), highlight=False)
     console.print(f"{where}: comparison.json, comparison.parquet, angles.parquet, figures/")

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from normgeo import figures
+from normgeo.angles.job import RunConfig
 from normgeo.angles.measure import measure_angles
 from normgeo.cards import EMBEDDED
 from normgeo.comparison import figures as side_by_side
@@ -247,43 +248,23 @@ def _plain(value: Any) -> Any:
 
 
 def compare_run(
-    a: str,
-    b: str | None,
+    config: RunConfig,
     out: Path,
     *,
-    data: str | None = None,
-    n_tokens: int | None = None,
-    context: int | None = None,
-    batch: int = 8,
     naive: bool = False,
-    device: str = "auto",
-    dtype: str | None = None,
-    null: int = 256,
     rounds: int = 7,
-    seed: int = 0,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
 ) -> Comparison:
     """Load models by name, compare them and write the result to a directory, which appears whole or not at all.
 
     Args:
-        a: the reference: hub id, local directory, or embedded name.
-        b: the other model; None where `naive` gives one.
+        config: one or two models, the first of them the reference, and what they are compared on. Its `tokens` are
+            20,000 unless said, or all of them where there are fewer; its `revision` is that of both models, or of the
+            one that is on the hub; `device_map`, `null_every`, `sites`, `qk` and `keep` are not looked at.
         out: the directory; an empty one may exist.
-        data: what `load_tokens` takes; None is the sample for the embedded models, else Wikipedia.
-        n_tokens: exactly so many; None is 20,000, or all of them where there are fewer.
-        context: tokens that a model sees together; None is up to 1024.
-        batch: contexts that go through a model together.
-        naive: add `a` with its LayerNorms swapped for RMSNorms and nothing recentered.
-        device: what `usable_device` takes.
-        dtype: what `pick_dtype` takes.
-        null: random directions in the null ensemble.
+        naive: add the reference with its LayerNorms swapped for RMSNorms and nothing recentered.
         rounds: how often every model is timed; 0 for never.
-        seed: of the random directions and of the order of the rounds.
-        revision: commit, branch or tag of what comes from the hub: of both models, or of the one that does.
-        trust_remote_code: run the modelling code of the repositories.
         announce: called with one line that says what will be compared.
         progress: show a progress bar.
 
@@ -294,31 +275,30 @@ def compare_run(
         NormGeoError: whatever is wrong with a model, the data or a number.
     """
     _check_writable(out)
-    check_numbers(tokens=n_tokens, context=context, batch=batch, null=null, rounds=rounds, seed=seed)
-    device = usable_device(device)
-    names = [a] if b is None else [a, b]
-    if b is None and not naive:
-        raise DataError(f"there is nothing to compare {a} with: give another model, or --naive for its naive swap")
+    check_numbers(rounds=rounds)
+    device, names, trust = usable_device(config.device), config.models, config.trust_remote_code
+    if len(names) == 1 and not naive:
+        raise DataError(
+            f"there is nothing to compare {names[0]} with: give another model, or --naive for its naive swap"
+        )
     local = [name in EMBEDDED or Path(name).is_dir() for name in names]
-    revisions = [None if here and not all(local) else revision for here in local]
+    revisions = [None if here and not all(local) else config.revision for here in local]
     named = list(zip(_labels(names), names, revisions, strict=True))
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    models = {label: load_model(name, device=device, revision=of, **options) for label, name, of in named}
+    options: dict[str, Any] = {"dtype": config.dtype, "device": device, "trust_remote_code": trust}
+    models = {label: load_model(name, revision=of, **options) for label, name, of in named}
     for model in models.values():
-        check_context(model, context or 1)
-    if data is None:
-        data = "sample" if {*names} <= set(EMBEDDED) else "wikipedia"
+        check_context(model, config.context or 1)
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
-    is_ids = holds_ids(data)
-    tokenizer = None if is_ids else _shared_tokenizer(names, revisions, trust_remote_code)
-    tokens = load_tokens(data, tokenizer, context or (None if is_ids else longest))
+    is_ids = holds_ids(config.source)
+    tokenizer = None if is_ids else _shared_tokenizer(names, revisions, trust)
+    tokens = load_tokens(config.source, tokenizer, config.context or (None if is_ids else longest))
     if naive:
         first = next(iter(models))
         models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
-    tokens, n_tokens = counted(tokens, n_tokens, DEFAULT_TOKENS)
+    tokens, n_tokens = counted(tokens, config.tokens, DEFAULT_TOKENS)
     announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
-    result = compare(models, tokens, n_tokens=n_tokens, batch=batch, null=null, rounds=rounds, seed=seed,
-                     progress=progress)  # fmt: skip
+    result = compare(models, tokens, n_tokens=n_tokens, batch=config.batch, null=config.null, rounds=rounds,
+                     seed=config.seed, progress=progress)  # fmt: skip
     weights = {name: weights_digest(model) for name, model in models.items()}
     commits = {label: commit_of(name, of) for label, name, of in named}
     result = replace(result, about=result.about | {"weights_sha256": weights, "revisions": commits})
@@ -327,9 +307,9 @@ def compare_run(
     return result
 
 
-def comparison_name(*models: str | None) -> str:
+def comparison_name(models: Sequence[str]) -> str:
     """`compare-<A>-<B>`, for `claimed`."""
-    return "-".join(["compare", *(Path(name).resolve().name for name in models if name is not None)])
+    return "-".join(["compare", *(Path(name).resolve().name for name in models)])
 
 
 def _labels(names: Sequence[str]) -> Sequence[str]:
