@@ -145,7 +145,7 @@ def test_what_a_model_cannot_be_loaded_as_is_said(given):
 def test_no_rounds_are_no_benchmark(tmp_path):
     tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 16)
     for bench in (
-        lambda: bench_norms([(1, 4, 64)], rounds=0), lambda: bench_store("embedded-layernorm", tmp_path, rounds=0),
+        lambda: bench_norms([(1, 4, 64)], rounds=0), lambda: bench_store(RunConfig(), tmp_path, rounds=0),
         lambda: bench_stream(load_model("embedded-layernorm"), tokens, rounds=0),
         lambda: bench_inference(build("vit-tiny"), rounds=0),
     ):  # fmt: skip

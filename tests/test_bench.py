@@ -126,7 +126,8 @@ def test_an_empty_stream_is_refused():
 def test_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: job.BLOCK_TOKENS * 1.0)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
-    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=1024, rounds=2)
+    run = job.RunConfig(("embedded-layernorm",), tokens=1024, context=64, batch=4)
+    frame = store_bench.bench_store(run, tmp_path, rounds=2)
     of = frame.set_index("variant")
     assert len(of) == 11
     assert of.baseline["scan of pre"] == "reading of pre"
@@ -184,7 +185,8 @@ def test_passes_of_a_model_are_timed_without_statistics_and_with_them_and_a_stor
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
     monkeypatch.setattr(store_bench, "_read", lambda store, direct: 2.0 if direct else 4.0)
     monkeypatch.setattr(store_bench, "_scan", lambda store: 8.0)
-    frame = store_bench.bench_store("embedded-layernorm", tmp_path, context=64, batch=4, n_tokens=256, rounds=1)
+    run = job.RunConfig(("embedded-layernorm",), tokens=256, context=64, batch=4)
+    frame = store_bench.bench_store(run, tmp_path, rounds=1)
     seconds = frame.set_index("variant").seconds.to_dict()
     for phases in ("pre", "pre and post"):
         assert [seconds[f"{way} of {phases}"] for way in ("reading", "direct reading", "scan")] == [4.0, 2.0, 8.0]

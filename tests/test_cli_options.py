@@ -133,11 +133,10 @@ def test_benchmarks(called, monkeypatch):
         about = {"dtypes": ["float16"], "backward": "--backward" in flags, "beta": "--no-beta" not in flags}
         about["device"] = "cpu"
         assert given == (([(1, 2, 9), (3, 4, 16)],), timing | about)
-    options = {"data": "ids.npy", "context": 9, "batch": 3, "tokens": 70, "dtype": "float64", "rounds": 2}
-    options["device"] = "cpu"
-    given = called(store_bench, "bench_store", "bench", "store", "m", *words(options, "--folder", "f"), *NAMED)
-    options["n_tokens"] = options.pop("tokens")
-    assert given == (("m", Path("f")), options | OF_A_MODEL)
+    options = {name: ANGLES[name] for name in ("data", "context", "batch", "tokens", "dtype", "device")}
+    more = words(options | {"folder": "f", "rounds": 2}, *NAMED)
+    given = called(store_bench, "bench_store", "bench", "store", "m", *more)
+    assert given == ((RunConfig(("m",), **options, **OF_A_MODEL), Path("f")), {"rounds": 2})
 
 
 def test_models_of_benchmarks_may_bring_their_code(monkeypatch, normgeo):

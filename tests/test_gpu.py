@@ -194,7 +194,7 @@ def test_models_are_compared_on_cuda_as_on_the_cpu():
 
 def test_what_measuring_and_capturing_cost_is_measured_on_cuda(home, tmp_path, no_figures):
     run = bench_stream(tiny("gpt2").to("cuda:0"), TokenStream.from_array(IDS), batch=4, rounds=1, null=4)
-    store = bench_store(str(home / "gpt2"), tmp_path, data=str(home / "ids.npy"), batch=5, n_tokens=400, rounds=1)
+    store = bench_store(RunConfig((str(home / "gpt2"),), str(home / "ids.npy"), 400, batch=5), tmp_path, rounds=1)
     assert (run.seconds > 0).all()
     assert (store.seconds > 0).all()
     assert not list(tmp_path.iterdir())

@@ -77,16 +77,17 @@ def _new_store(folder: Path, layout: Layout) -> Iterator[Disk]:
             yield disk
 
 
-def bench_store(
-    model: str, folder: Path, *, data: str = "sample", context: int | None = None, batch: int = 8,
-    n_tokens: int = 32_768, dtype: str | None = None, rounds: int = 3, device: str = "auto",
-    revision: str | None = None, trust_remote_code: bool = False,
-) -> pd.DataFrame:  # fmt: skip
+def bench_store(run: RunConfig, folder: Path, *, rounds: int = 3) -> pd.DataFrame:
     """Measure the disk, the store, a forward pass alone and captured, and stores read again, in a random order.
 
     What is read was dropped from memory before, where the system lets one do so, for a store is larger than memory. A
     scan gives all angles, with the null ensemble; of a store without post-norm vectors it rebuilds them, which reads
     half of the bytes and computes more. Contexts and batches are those of a capture, unless others are given.
+
+    Args:
+        run: one model, and the tokens of each measurement.
+        folder: on the disk to measure.
+        rounds: how often everything is measured.
 
     Returns:
         One row a variant, medians of the rounds: `seconds`, `mb_per_s` of what is written or read, `tokens_per_s`, and
@@ -100,20 +101,16 @@ def bench_store(
     check_folder(folder, "--folder")
     if not folder.is_dir():
         raise StoreError(f"there is no directory {folder}; give --folder one on the disk that is to be measured")
-    run = RunConfig(
-        (model,), data, n_tokens, context, batch, dtype, device, keep="none", revision=revision,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    job, seconds = prepare(run, model), defaultdict[str, list[float]](list)
+    job, seconds = prepare(run, run.models[0]), defaultdict[str, list[float]](list)
     with memory_kept(), tempfile.TemporaryDirectory(dir=folder, prefix="normgeo-bench-") as scratch:
         measures = _measures(run, job, folder, Path(scratch))
         order = random.Random(0)  # a processor that has waited for a disk computes faster for a while
         for _ in range(rounds):
             for name in order.sample(list(measures), len(measures)):
                 seconds[name].append(measures[name].run())
-    frame = pd.DataFrame([_row(name, measure, seconds, n_tokens) for name, measure in measures.items()])
+    frame = pd.DataFrame([_row(name, measure, seconds, job.n_tokens) for name, measure in measures.items()])
     return frame.assign(
-        model=job.label, dtype=job.about["dtype"], tokens=n_tokens, context=job.tokens.context, batch=batch,
+        model=job.label, dtype=job.about["dtype"], tokens=job.n_tokens, context=job.tokens.context, batch=run.batch,
         rounds=rounds, **circumstances(job.model.device),
     )  # fmt: skip
 

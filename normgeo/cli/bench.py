@@ -171,14 +171,16 @@ def bench_store(
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the disk, the store, the forward pass with and without capture, and the store read again."""
+    from normgeo.angles.job import RunConfig
     from normgeo.bench.store import bench_store
 
     quiet()
     check_file(out)
-    frame = bench_store(
-        model, folder, data=data, context=context, batch=batch, n_tokens=tokens, dtype=dtype, rounds=rounds,
-        device=device, revision=revision, trust_remote_code=trust_remote_code,
+    run = RunConfig(
+        (model,), data=data, tokens=tokens, context=context, batch=batch, dtype=dtype, device=device,
+        revision=revision, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    frame = bench_store(run, folder, rounds=rounds)
     first = frame.iloc[0]
     console.print(
         f"{first.model}, {first.tokens:,} tokens in contexts of {first.context}, {first['dtype']}, {rounds} rounds, "
