@@ -149,7 +149,7 @@ def test_no_rounds_are_no_benchmark(tmp_path):
         lambda: bench_stream(load_model("embedded-layernorm"), tokens, rounds=0),
         lambda: bench_inference(build("vit-tiny"), rounds=0),
     ):  # fmt: skip
-        with pytest.raises(NormGeoError, match="at least 1 round, received 0"):
+        with pytest.raises(NormGeoError, match="--rounds must be at least 1, received 0"):
             bench()
 
 

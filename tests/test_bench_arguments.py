@@ -14,7 +14,7 @@ from normgeo.bench import norms as norm_bench
 from normgeo.bench.inference import bench_inference, check_compiler
 from normgeo.bench.norms import NORMS, bench_norms
 from normgeo.bench.stream import bench_stream
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.errors import DataError, ModelError
 from normgeo.models import memory_explained, usable_device
 from normgeo.tokens import TokenStream
 
@@ -78,7 +78,7 @@ def test_each_mistake_is_one_line_before_anything_is_done(words, message, normge
     [
         (("train", "--sizes", "tiny, 7m"), "no size '7m'; the sizes are tiny, 70m"),
         (("train", "--sizes", ","), "--sizes takes one or more, comma-separated; received ','"),
-        (("train", "--sizes", "tiny", "--vocabulary", 0), "a vocabulary has at least 1 token, received 0"),
+        (("train", "--sizes", "tiny", "--vocabulary", 0), "--vocabulary must be at least 1, received 0"),
         (("stream", "--dtype", "half"), "no dtype 'half'; choose auto, float64, float32, bfloat16, float16"),
         (("stream", "--context", 300), "contexts of 300 tokens are longer than the model's 256; give --context 256"),
     ],
@@ -90,9 +90,12 @@ def test_benchmarks_of_steps_and_streams_refuse_what_they_cannot_run(words, mess
 
 
 def test_a_stream_is_timed_at_least_once(normgeo):
-    assert normgeo("bench", "stream", "--rounds", 0)[0] == 2
-    with pytest.raises(NormGeoError, match="at least 1 round, received 0"):
-        bench_stream(tiny("gpt2"), TokenStream.from_array([[5, 6]]), rounds=0)
+    for option in ("rounds", "batch"):
+        says = f"--{option} must be at least 1, received 0"
+        assert normgeo("bench", "stream", f"--{option}", 0) == (1, "", f"error: {says}")
+        with pytest.raises(DataError, match=says):
+            bench_stream(tiny("gpt2"), TokenStream.from_array([[5, 6]]), **{option: 0})
+    assert "whole number of at least 1, received 0" in normgeo("bench", "stream", "--context", 0)[2]
 
 
 @pytest.mark.parametrize("words", [("stream",), ("train", "--sizes", "tiny")], ids=" ".join)

@@ -6,7 +6,6 @@ import pytest
 from training_zoo import small, trained
 
 from normgeo.errors import NormGeoError
-from normgeo.training import recipe
 from normgeo.training.recipe import SIZES, is_kept, learning_rate, recipe_for
 from normgeo.training.twins import build_twin
 
@@ -37,21 +36,19 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
     assert all(b <= a for a, b in zip(rates[recipe.warmup :], rates[recipe.warmup + 1 :], strict=False))
 
 
-def test_recipes_that_make_no_sense_are_refused():
+def test_recipes_that_make_no_sense_are_refused(untyped):
     for changes, says in (
         ({"steps": 0}, "--steps must be at least 1"), ({"lr": -1.0}, "learning rate"), ({"heads": 5}, "multiple"),
         ({"context": 1}, "--context must be at least 2"), ({"seed": 2**63}, "--seed must be at most"),
         ({"precision": "fp8"}, "no precision 'fp8'"), ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"clip": -1.0}, "clip above 0"), ({"clip": 0.0}, "clip above 0"), ({"beta2": 1.5}, "beta2 in"),
+        ({"steps": 2.0}, r"--steps must be a whole number, received 2\.0"),
+        ({"lr": "1e-3"}, "--lr must be a number, received '1e-3'"), ({"steps": True}, "whole number, received True"),
         ({"weight_decay": -0.1}, "weight_decay is finite"), ({"weight_decay": math.nan}, "weight_decay is finite"),
     ):  # fmt: skip
         with pytest.raises(NormGeoError, match=says):
             recipe_for("tiny", **changes)
     assert recipe_for("tiny", clip=math.inf).clip == math.inf
-    with pytest.raises(NormGeoError, match=r"--steps is a whole number, received 2\.0"):
-        recipe._check_number("steps", 2.0, whole=True)
-    with pytest.raises(NormGeoError, match="--lr is a number, received '1e-3'"):
-        recipe._check_number("lr", "1e-3", whole=False)
     with pytest.raises(NormGeoError, match="no size 'huge'"):
         recipe_for("huge")
     with pytest.raises(NormGeoError, match="multiple of 3"):

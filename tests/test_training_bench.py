@@ -96,7 +96,7 @@ def test_plain_crmsnorm_has_as_many_parameters_as_the_model_it_stands_beside():
 def test_what_is_not_there_cannot_be_taken_away():
     with pytest.raises(NormGeoError, match="no linears to take away"):
         ablated(twin("layernorm"), "linears")
-    with pytest.raises(NormGeoError, match="at least 1 round"):
+    with pytest.raises(NormGeoError, match="--rounds must be at least 1"):
         bench_training(text(small()), rounds=0)
 
 
@@ -327,5 +327,5 @@ def test_sizes_that_there_are():
         task_of("vit-nano")
     with pytest.raises(NormGeoError, match=r"--batch must be at least 1, received 0$"):
         task_of("tiny", batch=0)
-    with pytest.raises(NormGeoError, match="at least 1 image"):
+    with pytest.raises(NormGeoError, match="--batch must be at least 1"):
         task_of("vit-tiny", batch=0)

@@ -42,10 +42,10 @@ from normgeo.errors import ModelError, NormGeoError
 from normgeo.examples import example_inputs, max_context
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained
+from normgeo.numbers import check_number
 from normgeo.sites import NormSite
 from normgeo.system.timing import (
     Stopwatch,
-    check_rounds,
     circumstances,
     compiler_explained,
     interleaved,
@@ -241,7 +241,7 @@ def bench_inference(
             be converted.
     """
     check_names(dtypes, phases, modes)
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
     if not batches or not lengths:
         raise ModelError(f"received {len(batches)} batches and {len(lengths)} lengths; give one of each at least")
     if "graph" in modes and model.device.type != "cuda":

@@ -19,9 +19,9 @@ from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.numbers import check_number
 from normgeo.system.timing import (
     Stopwatch,
-    check_rounds,
     circumstances,
     compiler_explained,
     interleaved,
@@ -95,7 +95,7 @@ def bench_norms(
         ModelError: there is no such dtype or device, a shape is of no use or does not fit into memory, nothing is to be
             measured, or a norm gives wrong results.
     """
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
     there = ("float32", "bfloat16", "float16")
     if unknown := [name for name in dtypes if name not in there]:
         raise ModelError(f"no dtype {', '.join(unknown)!r}; choose {', '.join(there)}")

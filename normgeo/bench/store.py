@@ -24,6 +24,7 @@ from normgeo.angles.measure import new_statistics
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.geometry import Directions
+from normgeo.numbers import check_number
 from normgeo.sites import NormSite
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.layout import Layout, create
@@ -34,7 +35,7 @@ from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream
 from normgeo.system.files import check_folder
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import check_rounds, circumstances, devices, quartiles, synchronize
+from normgeo.system.timing import circumstances, devices, quartiles, synchronize
 from normgeo.tokens import TokenBatch
 
 __all__ = ["bench_store", "store_rate"]
@@ -97,7 +98,7 @@ def bench_store(run: RunConfig, folder: Path, *, rounds: int = 3) -> pd.DataFram
     Raises:
         NormGeoError: whatever is wrong with the model, the data or the folder.
     """
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
     check_folder(folder, "--folder")
     if not folder.is_dir():
         raise StoreError(f"there is no directory {folder}; give --folder one on the disk that is to be measured")

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from normgeo.angles.measure import new_statistics
 from normgeo.functional import watched
 from normgeo.models import base_model, shared_copy
+from normgeo.numbers import check_number, check_numbers
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, forward, stream, vocabulary
 from normgeo.system.memory import memory_kept
-from normgeo.system.timing import check_rounds, device_name, quartiles, took
+from normgeo.system.timing import device_name, quartiles, took
 from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["VARIANTS", "bench_stream"]
@@ -62,10 +63,11 @@ def bench_stream(
         quartiles `ratio_q25` and `ratio_q75`; `seconds` is the median time itself.
 
     Raises:
-        DataError: the stream is empty, or its contexts are longer than the model has positions for.
-        NormGeoError: fewer than one round.
+        DataError: the stream is empty, its contexts are longer than the model has positions for, or there are fewer
+            than one round or one context in a batch.
     """
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
+    check_numbers(batch=batch)
     check_context(model, tokens.context)
     sites = find_sites(model)
     batches = tokens.alike(None, batch, rounds + 1)

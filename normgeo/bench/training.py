@@ -35,9 +35,10 @@ from normgeo.examples import example_inputs
 from normgeo.loading import load_model
 from normgeo.models import memory_explained, seeded, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
+from normgeo.numbers import check_number, check_numbers
 from normgeo.stream import check_context
 from normgeo.system.progress import progress_bar
-from normgeo.system.timing import check_rounds, circumstances, interleaved, quartiles, synchronize
+from normgeo.system.timing import circumstances, interleaved, quartiles, synchronize
 from normgeo.training import recipe as recipes
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import Recipe, recipe_for
@@ -92,8 +93,7 @@ def text(recipe: Recipe, *, vocabulary: int = 4096, seed: int = 0) -> Task:
     Raises:
         NormGeoError: there is no token.
     """
-    if vocabulary < 1:
-        raise NormGeoError(f"a vocabulary has at least 1 token, received {vocabulary}")
+    check_number("vocabulary", vocabulary, 1)
     recipe = replace(recipe, dropout=0.0)
     ids = torch.randint(vocabulary, (recipe.batch, recipe.context), generator=torch.Generator().manual_seed(seed))
     return Task(
@@ -114,8 +114,7 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
     Raises:
         NormGeoError: there is no image.
     """
-    if batch < 1:
-        raise NormGeoError(f"a batch has at least 1 image, received {batch}")
+    check_numbers(batch=batch)
     side: Any = config.image_size
     patches, classes = (side // config.patch_size) ** 2, int(config.num_labels)  # pyright: ignore
     generator = torch.Generator().manual_seed(seed)
@@ -288,7 +287,7 @@ def bench_training(
     Raises:
         NormGeoError: fewer than one round, no such precision, or no such device.
     """
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
     if precision not in MIXED:
         raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
     with _fitting(task.about["batch"], task.about["context"]):

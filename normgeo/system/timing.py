@@ -15,12 +15,13 @@ import torch
 import transformers
 from torch import nn
 
-from normgeo.errors import ModelError, NormGeoError, first_line
+from normgeo.errors import ModelError, first_line
+from normgeo.numbers import check_number
 from normgeo.system.memory import memory_kept
 from normgeo.system.versions import versions
 
 __all__ = [
-    "Stopwatch", "check_rounds", "circumstances", "compiler_explained", "device_name", "devices", "interleaved",
+    "Stopwatch", "circumstances", "compiler_explained", "device_name", "devices", "interleaved",
     "occupy", "quartiles", "recorded", "synchronize", "took",
 ]  # fmt: skip
 
@@ -176,16 +177,6 @@ class Stopwatch:
         return self._total
 
 
-def check_rounds(rounds: int) -> None:
-    """Refuse a benchmark that measures nothing.
-
-    Raises:
-        NormGeoError: fewer than one round.
-    """
-    if rounds < 1:
-        raise NormGeoError(f"a benchmark takes at least 1 round, received {rounds}")
-
-
 def interleaved(
     measures: Mapping[str, Callable[[], Any]], *, rounds: int, seconds: float, seed: int = 0
 ) -> Iterator[tuple[int, str, Any]]:
@@ -201,9 +192,9 @@ def interleaved(
         seed: of the order.
 
     Raises:
-        NormGeoError: fewer than one round.
+        DataError: fewer than one round.
     """
-    check_rounds(rounds)
+    check_number("rounds", rounds, 1)
     order = random.Random(seed)
     with memory_kept():
         for measure in measures.values():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from normgeo.errors import NormGeoError
+from normgeo.numbers import check_number
 
 __all__ = ["MOST", "NORMS", "SIZES", "Recipe", "is_kept", "learning_rate", "mixed", "recipe_for"]
 
@@ -68,8 +69,11 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("precision", "tied") and not (value is None and field.name == "checkpoint_every"):
-                _check_number(field.name, value, whole="int" in str(field.type))
+            if field.type == "float" and not isinstance(value, numbers.Real):
+                raise NormGeoError(f"--{field.name.replace('_', '-')} must be a number, received {value!r}")
+            if field.type == "int" or (field.name == "checkpoint_every" and value is not None):
+                most = SEEDS if field.name == "seed" else MOST
+                check_number(field.name, value, LEAST.get(field.name, 1), most)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise NormGeoError(f"--lr, the learning rate, must be above 0, received {self.lr}")
         if not 0 <= self.dropout < 1:
@@ -83,17 +87,6 @@ class Recipe:
             raise NormGeoError(f"no precision {self.precision!r}; choose {', '.join(PRECISIONS)}")
         if self.d % self.heads:
             raise NormGeoError(f"the width {self.d} is no multiple of the number of heads, {self.heads}")
-
-
-def _check_number(name: str, value: Any, *, whole: bool) -> None:
-    kind: Any = numbers.Integral if whole else numbers.Real
-    option = f"--{name.replace('_', '-')}"
-    if not isinstance(value, kind):
-        raise NormGeoError(f"{option} is a {'whole ' if whole else ''}number, received {value!r}")
-    least, most = LEAST.get(name, 1), SEEDS if name == "seed" else MOST
-    if whole and not least <= value <= most:
-        bound = f"least {least}" if value < least else f"most {most}"
-        raise NormGeoError(f"{option} must be at {bound}, received {value}")
 
 
 SIZES = {

@@ -24,6 +24,7 @@ from normgeo.documents import KINDS, read_documents
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
+from normgeo.numbers import check_number
 from normgeo.system.files import check_folder, disk_explained, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import versions
@@ -249,9 +250,7 @@ def _check(config: TrainConfig) -> None:
         return
     if name:
         raise NormGeoError(f"the tokenizer {name} has a vocabulary of its own: leave out --vocabulary")
-    if not (least := 1 if ids else SMALLEST) <= config.vocabulary <= MOST:
-        bound = f"least {least}" if config.vocabulary < least else f"most {MOST}"
-        raise NormGeoError(f"--vocabulary must be at {bound}, received {config.vocabulary}")
+    check_number("vocabulary", config.vocabulary, 1 if ids else SMALLEST, MOST)
 
 
 def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision: str | None = None) -> _Given:
