@@ -104,7 +104,7 @@ class ScalarWriter:
             zarr.open_group(self.path.parent, mode="a")
         norms = {str(d): torch.linalg.vector_norm(v.named, dim=1).tolist() for d, v in directions.items()}
         sites = [site.key for site in self.sites]
-        attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "every_chunk": True, "sites": sites}
+        attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "sites": sites}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
         for name in (f"tokens/{n}" for n in ("id", "document", "position")):
             self._arrays[name] = root.create_array(
@@ -166,8 +166,7 @@ class ScalarWriter:
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
         if name not in self._arrays:
             self._root = self._root or zarr.open_group(self.path, mode="r+")
-            every = WHOLE if self._root.attrs.get("every_chunk") else {}
-            with zarr.config.set({f"array.{option}": value for option, value in every.items()}):
+            with zarr.config.set({f"array.{option}": value for option, value in WHOLE.items()}):
                 self._arrays[name] = self._root[name]  # pyright: ignore
         self._arrays[name][start : start + len(values)] = values
 
@@ -176,7 +175,7 @@ class ScalarStore:
     """Reads a `scalars.zarr/<model>`.
 
     Attributes:
-        sites: the sites' keys, in the order of the forward pass; by name, where an older version wrote it.
+        sites: the sites' keys, in the order of the forward pass.
         id, document, position: of every token.
 
     >>> store = ScalarStore(path)                                        # doctest: +SKIP
@@ -189,25 +188,23 @@ class ScalarStore:
             self.path = Path(path)
             self.root = zarr.open_group(path, mode="r", zarr_format=3)
             self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
+            self.sites: list[str] = list(self.root.attrs["sites"])  # pyright: ignore
         except (FileNotFoundError, KeyError, OSError) as error:
             models = sorted(p.parent.name for p in Path(path).glob("*/tokens"))
             hint = f"; give that of a model in it: {', '.join(models)}" if models else f": {error}"
             raise RunError(f"{path} holds no model's scalars{hint}") from error
-        pre = (name.removesuffix("/pre") for name in self._leaves(self.root["sites"]) if name.endswith("/pre"))
-        kept: Any = self.root.attrs.get("sites")
-        self.sites: list[str] = sorted(pre) if kept is None else list(kept)
 
     def _token(self, name: str) -> np.ndarray:
         return self._read(self.root[f"tokens/{name}"])  # pyright: ignore
 
     def _read(self, array: zarr.Array) -> np.ndarray:
-        """All of an array. A chunk that is not there would be read as NaN, or as zeros, which older versions left out.
+        """All of an array. A chunk that is not there would be read as NaN, or as zeros.
 
         Raises:
             RunError: it is not whole.
         """
         advice = "put it back, or measure again with --keep scalars"
-        if self.root.attrs.get("every_chunk") and (there := array.nchunks_initialized) < array.nchunks:
+        if (there := array.nchunks_initialized) < array.nchunks:
             raise RunError(
                 f"{self.path}, {array.path}: {array.nchunks - there} of {array.nchunks} chunks are missing; {advice}"
             )
@@ -215,10 +212,6 @@ class ScalarStore:
             return np.asarray(array[:])
         except (ValueError, OSError, RuntimeError) as error:  # whatever zarr and its codecs raise
             raise RunError(f"{self.path}, {array.path} is damaged: {error}; {advice}") from error
-
-    @staticmethod
-    def _leaves(group: Any) -> list[str]:
-        return [name for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
 
     def _array(self, site: str, phase: str) -> zarr.Array:
         if phase not in PHASES:

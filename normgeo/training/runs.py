@@ -159,8 +159,7 @@ def resume_training(out: Path, **options: Any) -> dict[str, Path]:
         given = _prepared(config, recipe, _stored(out, config), record.get("data_revision"))
         found = given.about()
         check_agreed({"out": str(out.absolute()), "norm": config.norm, **asdict(recipe), **found}, SAME)
-        if "tokenizer_sha256" in record:  # runs of older versions have none
-            found["tokenizer_sha256"] = _tokenizer_digest(out)
+        found["tokenizer_sha256"] = _tokenizer_digest(out)
         for key, now in found.items():
             if record.get(key) != now:
                 raise RunError(f"{out} was started with another {key}: {record.get(key)}, now {now}; start a new run")

@@ -65,7 +65,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     content = path / "training.safetensors"
     try:
         about = dict(json.loads((path / "state.json").read_text()))
-        if about.get("sha256") not in (None, file_digest(content)):  # older versions' states have none
+        if about.get("sha256") != file_digest(content):
             raise RunError(f"{path} is damaged: {content.name} is not what was written; {AFRESH}")
         return safetensors.torch.load_file(content), about
     except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
@@ -103,7 +103,7 @@ def check_weights(folder: Path) -> None:
     """
     try:
         written = json.loads((folder / "training.json").read_text()).get("model_sha256")
-    except (OSError, ValueError, AttributeError):  # of another training, or of an older version
+    except (OSError, ValueError, AttributeError):  # of another training
         return
     if written is not None and written != weights_in(folder):
         raise RunError(f"{folder} is damaged: its weights are not those that were written; leave it out (move it away)")

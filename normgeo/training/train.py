@@ -318,9 +318,8 @@ class Trainer:
     @torch.no_grad()
     def _restore(self, path: Path) -> None:
         tensors, about = load_state(path)
-        of = about.get("of", {})  # older versions' states do not say it
         for key, here in self._identity().items():
-            if (there := of.get(key, here)) != here:
+            if (there := about.get("of", {}).get(key)) != here:
                 raise RunError(f"{path} is of a training whose {key} is {there}, here {here}; give another folder")
         before, now = about.get("processes"), self.accelerator.num_processes
         if self.recipe.dropout and before not in (None, now) and self.accelerator.is_main_process:
