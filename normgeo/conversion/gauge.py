@@ -30,17 +30,17 @@ from transformers import PreTrainedModel
 from normgeo.conversion.gradients import aligned, ratio, reached, vanishes
 from normgeo.conversion.probing import (
     INVISIBLE,
+    HandedOn,
     Place,
-    Trace,
     Use,
     float64_copy,
     generic_copy,
+    handed_on,
     outputs_of,
     plain_norms,
     same,
     site_inputs,
     tied,
-    traced,
 )
 from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, without_effect
 from normgeo.conversion.tables import written_by_tables
@@ -163,9 +163,9 @@ class _Probe:
 
     def gauge(self) -> Gauge:
         named = dict(self.model.named_parameters())
-        outputs, by_site, trace = self._pass()
+        outputs, by_site, handed = self._pass()
         moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
-        visible = self._gradients(outputs, trace, list(named.values()))
+        visible = self._gradients(outputs, handed, list(named.values()))
         found = dict(zip(named, visible, strict=True))
         self._check(found)
         writers, scaled, readers = self._sorted(found, moving)
@@ -174,9 +174,9 @@ class _Probe:
         writers, readers = self._by_analogy(unseen, writers, readers)
         writers += self._tied_tables(found, writers)
         del visible, found  # as large as the model, in float64
-        seen = {u.place for u, g in zip(trace.uses, trace.gradients, strict=True) if not vanishes(g)}
-        places = [u.place for u in trace.uses if u.place.module not in self.norms or u.place.side == "output"]
-        invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | trace.blocked)
+        seen = {u.place for u, g in zip(handed.uses, handed.gradients, strict=True) if not vanishes(g)}
+        places = [u.place for u in handed.uses if u.place.module not in self.norms or u.place.side == "output"]
+        invisible = tuple(place for place in dict.fromkeys(places) if place not in seen | handed.blocked)
         tables = tuple(Shift(*table) for table in written_by_tables(self.model, self.sites, self.inputs))
         unreached = without_effect(self.model, unseen, [self.inputs])
         if (chosen := [n for n in unseen if n not in unreached]) and shows_shifts(self.model, writers, self.inputs):
@@ -203,17 +203,17 @@ class _Probe:
         own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
         return [n for n in gradients if n in wide - own and self.shared.get(n, {n}) <= dark]
 
-    def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], Trace]:
+    def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], HandedOn]:
         """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""
-        with site_inputs(self.model, self.sites) as given, traced(self.model, self.widths) as trace:
+        with site_inputs(self.model, self.sites) as given, handed_on(self.model, self.widths) as handed:
             outputs = outputs_of(self.model, self.inputs)
         layernorms = [site for site in self.sites if site.kind == "layernorm"]
-        return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, trace
+        return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, handed
 
-    def _gradients(self, outputs: list[Tensor], trace: Trace, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of a random sum of the outputs, for these parameters, and for the trace's tensors."""
-        parts = self._gradient([self._noise(o) for o in outputs], [*parameters, *(use.tensor for use in trace.uses)])
-        trace.gradients = list(parts[len(parameters) :])
+    def _gradients(self, outputs: list[Tensor], handed: HandedOn, parameters: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of a random sum of the outputs, for these parameters, and for what is handed on."""
+        parts = self._gradient([self._noise(o) for o in outputs], [*parameters, *(use.tensor for use in handed.uses)])
+        handed.gradients = list(parts[len(parameters) :])
         return list(parts[: len(parameters)])
 
     def _gradient(self, summands: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
@@ -236,17 +236,17 @@ class _Probe:
         """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
         for name, axis in writers:
             center(self.model.get_parameter(name), axis)
-        outputs, by_site, trace = self._pass()
-        self._gradients(outputs, trace, [])
-        hidden = [vanishes(g) for g in trace.gradients]  # the same for every site
+        outputs, by_site, handed = self._pass()
+        self._gradients(outputs, handed, [])
+        hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
         moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
         # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked alone
-        moved = self._gradient(list(moving.values()), [use.tensor for use in trace.uses])
+        moved = self._gradient(list(moving.values()), [use.tensor for use in handed.uses])
         shown = [
-            use for use, h, m in zip(trace.uses, hidden, moved, strict=True)
+            use for use, h, m in zip(handed.uses, hidden, moved, strict=True)
             if use.place.side == "output" and not h and reached(m) and float(ratio(m, -1)) > 2
         ]  # fmt: skip
-        return {key: who for key, mean in moving.items() if (who := self._raw(mean, trace, hidden, outputs, shown))}
+        return {key: who for key, mean in moving.items() if (who := self._raw(mean, handed, hidden, outputs, shown))}
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -343,7 +343,7 @@ class _Probe:
         return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
 
     def _raw(
-        self, mean: Tensor, trace: Trace, hidden: list[bool], outputs: list[Tensor], shown: list[Use]
+        self, mean: Tensor, handed: HandedOn, hidden: list[bool], outputs: list[Tensor], shown: list[Use]
     ) -> tuple[str, ...]:
         """Who else reads the latest tensor of these that is added into a site's input, whose mean is seen."""
         moved = self._gradient([mean], [use.tensor for use in shown])
@@ -352,7 +352,7 @@ class _Probe:
         if source is None:
             return ()
         who = [
-            use for use, g, h in zip(trace.uses, trace.gradients, hidden, strict=True)
+            use for use, g, h in zip(handed.uses, handed.gradients, hidden, strict=True)
             if use.place.side == "input" and use.leaf and reached(g)
             # (a norm of several vectors side by side reads the mean of each)
             and not (h and use.tensor.shape[-1] == source.tensor.shape[-1])

@@ -25,8 +25,8 @@ from normgeo.sites import NormSite
 from normgeo.trace import is_leaf
 
 __all__ = [
-    "INVISIBLE", "Place", "Trace", "Use", "float64_copy", "generic_copy", "looked_at", "looking_at", "outputs_of",
-    "plain_norms", "same", "site_inputs", "tied", "traced", "untie", "with_padding",
+    "INVISIBLE", "HandedOn", "Place", "Use", "float64_copy", "generic_copy", "handed_on", "looked_at", "looking_at",
+    "outputs_of", "plain_norms", "same", "site_inputs", "tied", "untie", "with_padding",
 ]  # fmt: skip
 
 INVISIBLE = 1e-6
@@ -54,8 +54,8 @@ class Use(NamedTuple):
 
 
 @dataclass
-class Trace:
-    """The tensors of one forward pass, in order, and the gradients with respect to them.
+class HandedOn:
+    """What modules hand on in one forward pass: its tensors, in order, and the gradients with respect to them.
 
     `blocked` are places where something of another width passed too: a module may be called more than once.
     """
@@ -258,17 +258,17 @@ def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[st
 
 
 @contextmanager
-def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
+def handed_on(model: nn.Module, widths: set[int]) -> Iterator[HandedOn]:
     """While inside, notes every argument and result of every module whose vectors have one of these widths."""
-    trace = Trace()
-    hold = trace.uses.append
+    handed = HandedOn()
+    hold = handed.uses.append
 
     def wanted(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths
 
     def note_other(x: Any, place: Place) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
-            trace.blocked.add(place)
+            handed.blocked.add(place)
 
     def alias(x: Any, place: Place, leaf: bool) -> Any:
         if not wanted(x):
@@ -308,4 +308,4 @@ def traced(model: nn.Module, widths: set[int]) -> Iterator[Trace]:
                 leaf = is_leaf(module) and any(True for _ in module.parameters())
                 hooks.enter_context(module.register_forward_pre_hook(before(name, leaf), with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after(name, leaf)))
-        yield trace
+        yield handed
