@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from normgeo.cli.app import app, console, note, quiet, resumable, warn
-from normgeo.cli.options import Batch, Data, Device, DeviceMap, Dtype, Qk, Tokens, Trusting, refuse_beside
+from normgeo.cli.options import Batch, Context, Data, Device, DeviceMap, Dtype, Qk, Tokens, Trusting, refuse_beside
 from normgeo.errors import NormGeoError
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def angles(
     ] = None,
     data: Data = None,
     tokens: Tokens = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
-    ] = None,
+    context: Context = None,
     batch: Batch = 8,
     dtype: Dtype = None,
     device: Device = "auto",

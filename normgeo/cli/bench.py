@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from normgeo.cli.app import bench_app, console, note, quiet
-from normgeo.cli.options import Batch, Device, Dtype, Revision, Trusting, words
+from normgeo.cli.options import Batch, Context, Device, Dtype, Revision, Trusting, words
 from normgeo.errors import NormGeoError
 from normgeo.system.files import check_file, write_table
 
@@ -158,9 +158,7 @@ def bench_store(
     model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
     folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
     data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
-    context: Annotated[
-        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
-    ] = None,
+    context: Context = None,
     batch: Batch = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
     dtype: Dtype = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from normgeo.cli.app import app, console, note, quiet, warn
-from normgeo.cli.options import Batch, Data, Device, Dtype, Null, Revision, Trusting, refuse_beside, words
+from normgeo.cli.options import Batch, Context, Data, Device, Dtype, Null, Revision, Trusting, refuse_beside, words
 
 
 @app.command()
@@ -89,9 +89,7 @@ def compare(
     ] = None,
     data: Data = None,
     tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
-    ] = None,
+    context: Context = None,
     batch: Batch = 8,
     naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
     out: Annotated[

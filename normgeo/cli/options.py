@@ -9,8 +9,8 @@ import typer
 from normgeo.errors import NormGeoError
 
 __all__ = [
-    "Batch", "Data", "Device", "DeviceMap", "Dtype", "Null", "NullEvery", "Qk", "Revision", "Seed", "Tokens",
-    "Trusting", "refuse_beside", "words",
+    "Batch", "Context", "Data", "Device", "DeviceMap", "Dtype", "Null", "NullEvery", "Qk", "Revision", "Seed",
+    "Tokens", "Trusting", "refuse_beside", "words",
 ]  # fmt: skip
 
 Data = Annotated[
@@ -22,6 +22,7 @@ Data = Annotated[
     ),
 ]
 Tokens = Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")]
+Context = Annotated[int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")]
 Batch = Annotated[int, typer.Option(help="Contexts that go through the model together.")]
 Dtype = Annotated[
     str | None,

@@ -9,6 +9,7 @@ import typer
 from normgeo.cli.app import app, console, note, quiet, resumable
 from normgeo.cli.options import (
     Batch,
+    Context,
     Data,
     Device,
     DeviceMap,
@@ -35,9 +36,7 @@ def capture(
     phases: Annotated[str, typer.Option(help="Of pre, standardized and post.")] = "pre",
     sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
     data: Data = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")
-    ] = None,
+    context: Context = None,
     batch: Batch = 8,
     dtype: Dtype = None,
     device: Device = "auto",
