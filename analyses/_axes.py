@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from normgeo.figures import WIDTH, plain
+from normgeo.figures import WIDTH, plain, wrapped
 
 DEPTH = "layer (norms of a layer in order)"
 
@@ -59,12 +59,6 @@ def grid(
         if not any(unused is used for used in axes.flat):
             unused.remove()
     return figure, axes
-
-
-def wrapped(title: str, across: int) -> str:
-    """A title in lines that so many columns have room for beside each other."""
-    width = 100 // across
-    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in title.split("\n"))
 
 
 def _share(axes: np.ndarray, row: int, column: int, sharey: str, first: bool) -> None:

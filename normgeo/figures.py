@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from normgeo.system.files import write_whole
 
 __all__ = [
     "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "draw", "legend", "mean_angles",
-    "plain", "right_angle", "role_words", "save", "series", "short_name", "styled", "styles",
+    "plain", "right_angle", "role_words", "save", "series", "short_name", "styled", "styles", "wrapped",
 ]  # fmt: skip
 
 WIDTH = 6.75
@@ -76,6 +77,12 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 def plain(name: str) -> str:
     """A name as matplotlib draws it: between dollars it would read mathematics."""
     return name.replace("$", r"\$")
+
+
+def wrapped(title: str, across: int) -> str:
+    """A title in lines that so many columns have room for beside each other."""
+    width = 100 // across
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in title.split("\n"))
 
 
 def legend(figure: matplotlib.figure.Figure) -> None:
@@ -149,7 +156,8 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
             if here.layer.nunique() == 1:
                 axes.set_xticks([here.layer.iloc[0]])
     legend(figure)
-    figure.suptitle(f"{plain(model)}: angles of hidden states (mean ± standard deviation over tokens)", fontsize=9)
+    title = f"{model}: angles of hidden states (mean ± standard deviation over tokens)"
+    figure.suptitle(plain(textwrap.fill(title, 84)), fontsize=9)
     return figure
 
 
@@ -217,7 +225,7 @@ def _by_layer(
     panels = []
     for axes, model in zip(grid.flat, models, strict=False):
         part = frame[frame.model == model]
-        axes.set(title=plain(model), xlabel="layer")
+        axes.set(title=plain(wrapped(model, columns)), xlabel="layer")
         axes.set_yscale("log" if log else "linear")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         panels.append((axes, model, part))

@@ -198,6 +198,17 @@ def test_long_names_fit_into_the_legend_of_a_comparison(ids, tiny, within):
     assert shown == [name.replace(" ", "") for name in models]
 
 
+@pytest.mark.parametrize("kind", figures.KINDS)
+@pytest.mark.parametrize("models", [1, 2, 3])
+def test_long_names_fit_above_their_panels(tables, kind, models):
+    names = [f"organisation/A-Model-3.1-of-a-long-name-70B-instruct-{k}" for k in range(models)]
+    parts = [tables["gpt2"].frame.assign(model=name) for name in names]
+    figure = AngleTable(pd.concat(parts, ignore_index=True)).plot(kind, names[0] if kind == "angles" else None)
+    texts = [text for text in (*(axes.title for axes in figure.axes), figure._suptitle) if text.get_text()]
+    boxes(figure, texts)
+    assert names[0] in "".join(text.get_text() for text in texts).replace("\n", "")
+
+
 def test_short_names_share_a_line_of_the_legend(ids, tiny):
     figure = compare({"a": tiny("gpt2"), "b": tiny("llama")}, ids[:2, :9], null=2, rounds=0, progress=False).plot()
     figure.draw_without_rendering()
