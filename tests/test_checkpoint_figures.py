@@ -1,6 +1,6 @@
 """Figures by training step: of models that have not all layers in common, and of steps far apart."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
@@ -65,3 +65,28 @@ def test_steps_that_double_are_on_a_logarithmic_axis(depths):
         marks = next(line for line in axes.get_lines() if len(line.get_xdata()) == len(steps))
         at = [axes.transData.transform((step, 90))[0] for step in marks.get_xdata()]
         assert min(b - a for a, b in pairwise(at)) > 0.02 * (at[-1] - at[0])
+
+
+@pytest.mark.parametrize("models", [1, 2, 4, 8])
+def test_labels_of_many_models_and_long_names_lie_beside_each_other(depths, models):
+    folder, config = depths
+    frame = measure_checkpoints(find_checkpoints(folder / "models")[:1], config, progress=False)
+    names = [f"sweeps/2026-11/gpt2-lr3e-4-warmup500-$seed$-{k}" for k in range(models)]
+    several = pd.concat([frame.assign(step=143_000 * k // 25) for k in range(26)])
+    several = pd.concat([several.assign(model=name) for name in names])
+    one, every, maps = (
+        training_figures.one_layer(several, 0), training_figures.all_layers(several, "uniform"),
+        training_figures.heat_map(several),
+    )  # fmt: skip
+    for figure in (one, every, maps):
+        figure.draw_without_rendering()
+        ticks = [text for each in maps.axes[:models] for text in each.get_xticklabels()] if figure is maps else []
+        labels = [
+            text for each in figure.axes for text in (each.title, each.xaxis.label, each.yaxis.label) if text.get_text()
+        ]
+        for texts in (labels, ticks):
+            places = [text.get_window_extent() for text in texts]
+            assert not any(a.overlaps(b) for a, b in combinations(places, 2))
+            assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in places)
+        shown = {"".join(text.get_text().split()).replace("\\$", "$").removesuffix("(degrees)") for text in labels}
+        assert set(names) <= shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any, Literal
 
 import matplotlib.figure
@@ -10,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
-from normgeo.figures import COLORS, LABELS, PALETTE, ROLE_LABELS, WIDTH, legend, mean_angles, styled
+from normgeo.figures import COLORS, LABELS, PALETTE, ROLE_LABELS, WIDTH, legend, mean_angles, plain, styled, wrapped
 from normgeo.rows import SINGLE, first_of_layers
 
 __all__ = ["NAMES", "all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
@@ -23,8 +24,14 @@ def _named(model: str) -> str:
     return NAMES.get(model, model)
 
 
-def _figure(height: float) -> matplotlib.figure.Figure:
-    return matplotlib.figure.Figure(figsize=(WIDTH, height), layout="constrained")
+def _figure(height: float, columns: int = 1) -> matplotlib.figure.Figure:
+    """A figure of the width of a text, or wider where a column for each model would be too narrow to be labelled."""
+    return matplotlib.figure.Figure(figsize=(max(WIDTH, 1.9 * columns), height), layout="constrained")
+
+
+def _title(model: str, columns: int) -> str:
+    """What a model is called above its column: of more than four columns each is as wide as of four."""
+    return plain(wrapped(_named(model), min(columns + 1, 5)))
 
 
 def _models(frame: pd.DataFrame) -> list[str]:
@@ -91,7 +98,7 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
     for row, model in zip(grid, models, strict=True):
         here = first[(first.model == model) & (first.layer == layer)]
         here = here[here.site == here.site.iloc[0]]  # of the first stack of layers
-        row[0].set_ylabel(f"{_named(model)} (degrees)")
+        row[0].set_ylabel(plain(textwrap.fill(f"{_named(model)} (degrees)", 22)))
         for axes, (name, color) in zip(row, COLORS.items(), strict=True):
             _by_step(axes, here, {name: color})
     for axes, name in zip(grid[0], COLORS, strict=True):
@@ -116,7 +123,7 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
     norms = [[here for _, here in pre[pre.model == model].groupby("site", sort=False)] for model in models]
     names = [list(map(_short, column)) for column in norms]
     rows = max(map(len, names))
-    figure = _figure(0.8 + 0.95 * rows)
+    figure = _figure(0.8 + 0.95 * rows, len(models))
     grid = figure.subplots(rows, len(models), squeeze=False, sharex=True, sharey=True)
     for column, model in enumerate(models):
         own, rest = np.split(grid[:, column], [len(names[column])])
@@ -125,7 +132,7 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
             if column == 0 or names[column] != names[column - 1]:  # models of other depths have other rows
                 axes.set_ylabel(name)
                 axes.tick_params(labelleft=True)
-        own[0].set_title(_named(model))
+        own[0].set_title(_title(model, len(models)))
         own[-1].set_xlabel("training step")
         own[-1].tick_params(labelbottom=True)
         for axes in rest:
@@ -153,13 +160,15 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     energies = np.log10(np.concatenate([energy.ravel() for _, energy, _ in tables]).clip(1e-6))
     much = min(2.0, max(0.3, float(np.nanmax(np.abs(energies)))))  # recentered models have none of it
     beyond = "both" if np.nanmax(np.abs(energies)) > much else "neither"
-    figure = _figure(max(3.0, 0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables))))
+    height = max(3.0, 0.6 + 2 * (0.5 + 0.13 * max(len(names) for _, _, names in tables)))
+    figure = _figure(height, len(models))
     grid = figure.subplots(2, len(models), squeeze=False)
+    width = 0.7 * figure.get_figwidth() / len(models)  # the rest are the norms' names and the colors' scale
     for column, (model, (angle, energy, names)) in enumerate(zip(models, tables, strict=True)):
         steps = sorted(int(step) for step in uniform[uniform.model == model].step.unique())
         drawn = ((angle - 90, far), (np.log10(energy.clip(1e-6)), much))
-        images = [_map(axes, v, m, names, steps) for axes, (v, m) in zip(grid[:, column], drawn, strict=True)]
-        grid[0, column].set_title(_named(model))
+        images = [_map(axes, v, m, names, steps, width) for axes, (v, m) in zip(grid[:, column], drawn, strict=True)]
+        grid[0, column].set_title(_title(model, len(models)))
         grid[1, column].set_xlabel("training step")
         if column == len(models) - 1:
             figure.colorbar(images[0], ax=grid[0].tolist(), label="mean angle to 1,\nminus 90°")
@@ -179,10 +188,13 @@ def _tables(part: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, list[str]]:
     return angle, energy, [_short(part[part.site == site]) for site in order]
 
 
-def _map(axes: Axes, values: np.ndarray, most: float, names: list[str], steps: list[int]) -> Any:
+def _map(axes: Axes, values: np.ndarray, most: float, names: list[str], steps: list[int], width: float) -> Any:
+    """A map of one model; `width` is the inches that the steps have room in."""
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="nearest")
     axes.grid(False)
     axes.set_yticks(range(len(names)), names)
-    every = max(1, len(steps) // 6)
-    axes.set_xticks(range(0, len(steps), every), [f"{step:,}" for step in steps[::every]])
+    labels = [f"{step:,}" for step in steps]
+    room = max(1, int(width / (0.15 + 0.06 * max(map(len, labels)))))
+    every = max(1, len(steps) // 6, -(-len(steps) // room))
+    axes.set_xticks(range(0, len(steps), every), labels[::every])
     return image
