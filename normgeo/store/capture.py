@@ -170,6 +170,11 @@ class _Capture:
     ) -> AngleTable | None:
         """Compute and commit this process's share of the rows that are missing; the first puts the results beside."""
         where, mine = str(self.storage), self.identity
+        if not self.storage.can_grow(chunks := len(self.plan.layout.arrays)):
+            raise StoreError(
+                f"{chunks:,} files of {where} grow at once, more than the system lets a process have open; raise that "
+                "limit (ulimit -Hn), or give fewer --phases or some --sites"
+            )
         with ExitStack() as held, disk_explained(where), ranks.told_to_end():
             about = record or ranks.first("record", lambda: self.new_record(announce))
             identity = about["provenance"]["identity"]  # of the first process

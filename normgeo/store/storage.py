@@ -116,6 +116,10 @@ class Storage(ABC):
     def chunk(self, name: str) -> NewChunk:
         """Begin a chunk."""
 
+    def can_grow(self, chunks: int) -> bool:
+        """Whether so many chunks can grow at once."""
+        return True
+
     @abstractmethod
     def sync(self, names: Iterable[str]) -> None:
         """Make finished chunks safe: there whole after a power cut."""
@@ -250,6 +254,10 @@ class Disk(Storage):
     def chunk(self, name: str) -> NewChunk:
         """A file that grows beside its name."""
         return _ChunkFile(self._unfinished(name), self.path / name)
+
+    def can_grow(self, chunks: int) -> bool:
+        """Whether so many files can be open at once, which the system is asked for."""
+        return direct.allow_open(chunks)
 
     def sync(self, names: Iterable[str]) -> None:
         """Sync the files, then their folders: of many at once the first takes the others along in the journal."""

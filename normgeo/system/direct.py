@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,10 @@ import numpy as np
 from normgeo.system.memory import PAGE as BLOCK  # disks take whole ones, at addresses that are multiples of as many
 from normgeo.system.memory import pages
 
-__all__ = ["BLOCK", "NewFile", "read_range", "sync"]
+__all__ = ["BLOCK", "NewFile", "allow_open", "read_range", "sync"]
 
 DIRECT = getattr(os, "O_DIRECT", 0)
+OTHERS = 256  # files that the rest of a process may have open
 
 
 def read_range(path: Path, start: int, n: int) -> np.ndarray:
@@ -103,6 +106,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def allow_open(files: int) -> bool:
+    """Whether so many files can be open at once, for which the system is asked: few are allowed (1024, say) until then.
+
+    Where it allows just a few more, it is left to be seen whether these are enough for all else.
+    """
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before == resource.RLIM_INFINITY or files + OTHERS <= before:
+        return True
+    wanted = files + OTHERS if most == resource.RLIM_INFINITY else min(most, files + OTHERS)
+    with suppress(ValueError, OSError):  # another limit of the system's is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    return files < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _opened(path: Path, flags: int) -> int:
