@@ -38,22 +38,27 @@ class Packed:
     def __call__(self, start: int = 0) -> Iterator[Context]:
         """The contexts from this token on, which begins one of them."""
         done, first, skipped = max((mark for mark in self.marks if mark[0] <= start), default=(0, 0, 0))
-        ids, owner = np.empty(0, np.int64), np.empty(0, np.int64)
+        waiting, rest = list[Context](), 0  # what is no whole context yet, and how many tokens these are
         begin = last = -1
         for number, encoded in self._encoded(first):
-            rest = len(ids)  # of what came before
             if number != last:
                 last, begin = number, done + rest - skipped  # of this document in the stream
-            ids = np.concatenate([ids, encoded[skipped:]])
-            owner = np.concatenate([owner, np.full(len(ids) - rest, number)])
-            skipped, whole = max(0, skipped - len(encoded)), len(ids) - len(ids) % self._context
+            some, skipped = encoded[skipped:], max(0, skipped - len(encoded))
+            waiting.append((some, np.full(len(some), number)))
+            rest += len(some)
+            if rest < self._context:  # not joined one by one: a context may be thousands of documents
+                continue
+            ids, owner = map(np.concatenate, zip(*waiting, strict=True))
+            whole = len(ids) - len(ids) % self._context
             for cut in range(0, whole, self._context):
                 if done + cut >= begin:
                     self._mark(done + cut, number, done + cut - begin)
                 if done + cut >= start:
                     yield ids[cut : cut + self._context], owner[cut : cut + self._context]
-            done, ids, owner = done + whole, ids[whole:], owner[whole:]
-        if len(ids) and done >= start:
+            done, rest = done + whole, len(ids) - whole
+            waiting = [(ids[whole:], owner[whole:])]
+        if rest and done >= start:
+            ids, owner = map(np.concatenate, zip(*waiting, strict=True))
             yield ids, owner
 
     def _mark(self, token: int, document: int, offset: int) -> None:

@@ -1,8 +1,10 @@
 """No more of a text is tokenized than is asked for."""
 
+import numpy as np
 import pytest
 from test_tokens import TEXTS, everything
 
+from normgeo import packing
 from normgeo.errors import DataError
 from normgeo.tokens import load_tokens
 
@@ -41,3 +43,16 @@ def test_a_text_of_which_no_tokens_are_made_is_refused():
     for limit, says in ((None, "holds no tokens"), (4, "ends after 0 tokens, 4 were asked for")):
         with pytest.raises(DataError, match=says):
             everything(load_tokens(TEXTS, Nothing(), context=8), limit)
+
+
+def test_a_context_of_many_documents_is_joined_once(tokenizer, monkeypatch):
+    """Joined anew with each, a context of 131,072 tokens would be copied some ten thousand times."""
+    joined, concatenate = [], np.concatenate
+    monkeypatch.setattr(packing.np, "concatenate", lambda parts: joined.append(len(parts)) or concatenate(parts))
+    texts = [TEXTS[0]] * 300
+    n_tokens = len(tokenizer(TEXTS[0])["input_ids"]) * 300
+    stream = load_tokens(texts, tokenizer, context=n_tokens)
+    ids, owner = next(stream.contexts(0))
+    assert owner.tolist() == sorted(owner.tolist())
+    assert len(ids) == n_tokens
+    assert len(joined) < 30
