@@ -120,6 +120,7 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         (["gpt2", "--data", "ids.npy", "--device", "cuda:99"], "cannot use the device 'cuda:99'"),
         (["gpt2", "--data", "ids.npy", "--device", "meta"], "cannot use the device 'meta'"),
         (["--resume", "gpt2"], "nothing to resume"),
+        (["--checkpoints", ""], "no checkpoints in .: directories named step-N"),
         (["embedded-layernorm", "--data", "empty.txt"], "has no text in it"),
         (["embedded-layernorm", "--data", "odd.jsonl"], "line 2"),
         (["embedded-layernorm", "--data", "odd.csv"], "unknown data format '.csv'"),

@@ -92,16 +92,16 @@ def angles(
             frame = runs.resume_run(resume, **options).frame if steps is None else steps
         _summary(frame, resume)
         return
-    if models and checkpoints:
+    if models and checkpoints is not None:
         raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
-    names = tuple(models) if models else () if checkpoints else runs.RunConfig().models
+    names = tuple(models) if models else () if checkpoints is not None else runs.RunConfig().models
     drawn = {"null": null, "null_every": null_every, "seed": seed}
     config = runs.RunConfig(
         names, data=data, tokens=tokens, context=context, batch=batch, dtype=dtype, device=device,
         device_map=device_map, sites=sites, qk=qk, keep=keep, revision=revision, trust_remote_code=trust_remote_code,
         **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
-    if checkpoints:
+    if checkpoints is not None:
         refuse_beside(
             given, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
