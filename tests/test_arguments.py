@@ -183,6 +183,7 @@ def test_whole_numbers_are_standardized_as_floats(untyped):
         (lambda path: Directions.seeded(0), DataError, "--d must be at least 1"),
         (lambda path: load_tokenizer("embedded-layernrom"), ModelError, "did you mean embedded-layernorm"),
         (lambda path: load_model("embedded-layernorm", device_map="balanced"), ModelError, "takes auto"),
+        (lambda path: RunConfig(device="cpu", device_map="auto"), NormGeoError, "is one device, and --device-map auto"),
     ],
 )
 def test_other_mistakes_are_said(untyped, tmp_path, call, error, says):

@@ -54,7 +54,7 @@ def words(options, *flags):
 
 
 def test_angles(called):
-    options = ANGLES | {"keep": "none", "device_map": "auto"}
+    options = ANGLES | {"keep": "none", "device": "auto", "device_map": "auto"}
     config = RunConfig(("m",), qk=True, trust_remote_code=True, **options)
     given = called(runs, "start_run", "angles", "m", *words(options, "--qk", "--trust-remote-code", "--out", "here"))
     assert given == ((config, Path("here")), {})
@@ -72,7 +72,7 @@ def test_angles_of_a_store(called):
 
 
 def test_capture(called):
-    options = ANGLES | {"device_map": "auto"}
+    options = ANGLES | {"device": "auto", "device_map": "auto"}
     config = RunConfig(("m",), qk=True, keep="none", trust_remote_code=True, **options)
     more = ("--phases", "pre, post", "--chunk-mib", 3, "--qk", "--trust-remote-code", "--store", "s")
     given = called(capturing, "start_capture", "capture", "m", *words(options, *more))

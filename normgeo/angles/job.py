@@ -56,6 +56,10 @@ class RunConfig:
             object.__setattr__(self, "models", (self.models,))
         check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
         pick_dtype(self.dtype, self.device)
+        if self.device_map is not None and self.device != "auto":
+            raise NormGeoError(
+                f"--device {self.device} is one device, and --device-map {self.device_map} takes all; give one of them"
+            )
         if self.keep not in (None, "scalars", "none"):
             raise NormGeoError(f"--keep takes scalars or none, received {self.keep!r}")
 
