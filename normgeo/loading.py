@@ -196,6 +196,8 @@ def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str
     """
     if not isinstance(name, (str, Path)):
         raise ModelError(f"a model is loaded by its hub id or directory, received {name!r}")
+    if name == "":  # else it would be the directory that one is in
+        raise ModelError("the name of the model is empty; give a hub id, a directory or a name of the embedded pair")
     path = str(EMBEDDED.get(str(name), name))
     if revision and Path(path).is_dir():
         raise ModelError(f"{name} is on this machine, where it has no revision {revision!r}: leave out --revision")

@@ -107,7 +107,7 @@ class RunConfig:
         """The same for a process that works in another directory."""
 
         def path(name: str) -> str:
-            return str(Path(name).absolute()) if name not in EMBEDDED and Path(name).exists() else name
+            return str(Path(name).absolute()) if name not in ("", *EMBEDDED) and Path(name).exists() else name
 
         return replace(self, models=tuple(map(path, self.models)), data=self.data and absolute(self.data))
 
