@@ -125,6 +125,8 @@ def _opener(path: Path) -> tuple[Reader, Opened]:
     if reader := _reader_of(path):
         return reader, (lambda: gzip.open(path)) if packed else (lambda: path.open("rb"))
     suffix = "".join(path.suffixes[-2:]) if packed else path.suffix
+    if suffix.lower() == ".npy":  # named with a column, for else it would not be read as text
+        raise DataError(f"{path} holds token ids, which have no columns; leave out what is behind the colon")
     raise DataError(f"unknown data format {suffix or '(no suffix)'!r} of {path}; texts are {KINDS}, and token ids .npy")
 
 

@@ -105,6 +105,7 @@ def test_default_directories_do_not_collide(normgeo, tmp_path):
         ),
         (["gpt2", "--data", ""], "the name of the data is empty; give the path of some, or sample"),
         (["", "--data", "ids.npy"], "the name of the model is empty; give a hub id"),
+        (["gpt2", "--data", "ids.npy:text"], "ids.npy holds token ids, which have no columns; leave out what is"),
         (["gpt2", "--data", "gpt2"], "gpt2 is a directory with no texts in it; they are .jsonl or .txt"),
         (["gpt2", "--data", "ids.npy", "--tokens", "129"], "ends after 128 tokens, 129 were asked for"),
         (["gpt2", "--data", "ids.npy", "--context", "65"], "longer than the model's 64"),
