@@ -194,6 +194,7 @@ def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(nor
         (("angles", "embedded-layernorm", "--out", "a" * 300), "File name too long"),
         (("compare", "embedded-layernorm", "embedded-rmsnorm", "--seed", -1), "--seed must be at least 0"),
         (("angles", "embedded-layernorm", "--device-map", "cuda"), "(device_map=) takes auto, received 'cuda'"),
+        (("convert", "embedded-layernorm", "out", "--outputs", ""), "--outputs takes one or more"),
         (("angles", "embedded-layernrom"), "there is no such directory; did you mean embedded-layernorm?"),
         (("angles", "a", "--resume", "b"), "leave out MODEL: beside --resume only --trust-remote-code may be given"),
         (("convert", "embedded-rmsnorm", "c"), "has no LayerNorm: all its norms are RMSNorm already"),

@@ -56,7 +56,7 @@ def convert(
     quiet()
     if by_shard:
         refuse_beside(given, "--by-shard", "model", "out", "--to", "--outputs", "--revision", "--trust-remote-code")
-    names = words(outputs, "--outputs") if outputs else []
+    names = [] if outputs is None else words(outputs, "--outputs")
     conversion, how = convert_checkpoint(
         model, out, to=to, data=data, n_tokens=tokens, context=context, dtype=dtype, device=device, keep_tie=keep_tie,
         fold_affine=fold_affine, padded=padded, outputs=names, by_shard=by_shard, revision=revision,
