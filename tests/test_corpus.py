@@ -73,7 +73,7 @@ def test_rows_of_an_array_stay_sequences_of_their_own():
     assert sorted(first[:, 0].tolist()) == sorted([*range(50), *range(50)])
     assert not torch.equal(corpus.take(100), first)
     assert Shuffled(text_like(), 16, 0).packing == "each row is a sequence"  # there is one, which is text
-    with pytest.raises(DataError, match="more than 64 tokens, one context; array has 2,000 in 50 rows"):
+    with pytest.raises(DataError, match="rows of at least 64 tokens, one context; array has 2,000 in 50 rows; give"):
         Shuffled(TokenStream.from_array(rows, context=64), 64, 0)
 
 

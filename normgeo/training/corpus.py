@@ -78,9 +78,10 @@ class Shuffled:
         self._ids = np.frombuffer(ids, np.int32)
         self._rows = len(self._ids) // context if rows else (len(self._ids) - 1) // context
         if not self._rows:
+            needed, there = ("rows of at least", f" in {rows:,} rows") if rows else ("more than", "")
             raise DataError(
-                f"training needs more than {context:,} tokens, one context; {tokens.source} has {n_tokens:,}"
-                + (f" in {rows:,} rows" if rows else "")
+                f"training needs {needed} {context:,} tokens, one context; {tokens.source} has {n_tokens:,}{there}; "
+                "give more, or a smaller --context"
             )
 
     def _order(self, number: int) -> tuple[int, np.ndarray]:
