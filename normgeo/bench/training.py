@@ -249,7 +249,7 @@ def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
             continue
         found = True
     if not found:
-        raise NormGeoError(f"{type(model).__name__} has no {part} to take away")
+        raise NormGeoError(f"{type(model).__name__} has no {part} to take away; give a Pre-LN model")
     return result
 
 
