@@ -53,6 +53,11 @@ def unmeasured(monkeypatch):
         (("norms", "--shapes", "1x9x8,1x99999999x99999999"), "the shape 1x99999999x99999999 does not fit into memory;"),
         (("norms", "--shapes", f"1x{10**25}x8"), f"the shape 1x{10**25}x8 does not fit into memory; give smaller"),
         (("norms", "--shapes", "1x2x9,1x2x2,1x2x1"), "less has no LayerNorm to compare with; received 1x2x2, 1x2x1"),
+        (
+            ("norms", "--shapes", "axb"),
+            "a shape is BATCHxTOKENSxWIDTH, whole numbers above 0, as 1x512x768; received",
+        ),
+        (("norms", "--shapes", "1x2x0"), "as 1x512x768; received '1x2x0'"),
         (("norms", "--seconds", "nan"), "--seconds takes a number from 0 on; received nan"),
         (("norms", "--seconds", "-1"), "--seconds takes a number from 0 on; received -1.0"),
         (("inference", "m", "--seconds", "nan"), "--seconds takes a number from 0 on; received nan"),

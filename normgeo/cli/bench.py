@@ -245,9 +245,9 @@ def bench_train(
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    sizes = _numbers(text.replace("x", ","), "--shapes")
-    if len(sizes) != 3:
-        raise NormGeoError(f"a shape is BATCHxTOKENSxWIDTH, as 1x512x768; received {text!r}")
+    sizes = [int(size) for size in text.split("x") if size.strip().isdecimal()]
+    if len(sizes) != 3 or text.count("x") != 2 or not all(sizes):
+        raise NormGeoError(f"a shape is BATCHxTOKENSxWIDTH, whole numbers above 0, as 1x512x768; received {text!r}")
     return sizes[0], sizes[1], sizes[2]
 
 
