@@ -1,6 +1,7 @@
 """What benchmarks of inference cannot measure is refused in one true line, before a model is loaded or timed."""
 
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -101,6 +102,13 @@ def test_a_stream_is_timed_at_least_once(normgeo):
         with pytest.raises(DataError, match=says):
             bench_stream(tiny("gpt2"), TokenStream.from_array([[5, 6]]), **{option: 0})
     assert "whole number of at least 1, received 0" in normgeo("bench", "stream", "--context", 0)[2]
+
+
+def test_a_stream_of_a_short_text_is_said_to_be_of_its_tokens(normgeo):
+    Path("short.txt").write_text("A river.")
+    status, out, _ = normgeo("bench", "stream", "--data", "short.txt", "--context", 64, "--rounds", 1)
+    assert status == 0
+    assert out.startswith("embedded-layernorm, 1 x 4 tokens, float32, 1 rounds")
 
 
 @pytest.mark.parametrize("words", [("stream",), ("train", "--sizes", "tiny")], ids=" ".join)

@@ -146,9 +146,8 @@ def bench_stream(
             row["variant"], f"{row['ratio']:.3f}", f"{row['ratio_q25']:.3f} to {row['ratio_q75']:.3f}",
             f"{row['seconds']:.3f}",
         )  # fmt: skip
-    console.print(
-        f"{model}, {batch} x {context} tokens, {frame.dtype.iloc[0]}, {rounds} rounds, {frame.device.iloc[0]}"
-    )
+    first = frame.iloc[0]  # of a short text there are fewer tokens than were asked for
+    console.print(f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, {rounds} rounds, {first.device}")
     console.print(table)
     write_table(frame, out)
 
