@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 UNLOADABLE = (
-    OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, SafetensorError,
-    StrictDataclassError,
+    OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, ArithmeticError,
+    SafetensorError, StrictDataclassError,
 )  # fmt: skip
 """What transformers raises of checkpoints that it cannot load, by what is wrong with them."""
 
@@ -305,6 +305,8 @@ def explained(name: str, error: Exception) -> ModelError:
         hint = "it brings its own code, which is run only with --trust-remote-code"
     elif "safetensors" in low and ("no file" in low or "does not appear" in low):
         hint = "it has no safetensors weights; pickled weights are not read: convert them first"
+    elif "ignore_mismatched_sizes" in low:  # and of a report that is not shown
+        hint, text = "its weights have other shapes than its config.json says; get it again, or correct that", ""
     elif isinstance(error, SafetensorError):
         hint = "a file of its weights is damaged, or was not downloaded whole"
     elif not path.is_dir() and ("connect" in low or "offline" in low or "not a valid model identifier" in low):

@@ -256,3 +256,18 @@ def test_what_a_model_is_called_is_not_what_is_wrong_with_it(name):
 def test_of_a_local_model_nothing_is_said_of_the_hub(line, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert str(explained(str(tmp_path), RuntimeError(line))).endswith(f": RuntimeError ({line})")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"n_embd": 64}, "its weights have other shapes than its config.json says; get it again, or correct that"),
+        ({"n_embd": 0}, r"ZeroDivisionError \(.*"),
+    ],
+)
+def test_a_configuration_of_another_width_is_one_line(tmp_path, wrong, why):
+    tiny("gpt2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(ModelError, match=f"cannot load the model '{tmp_path}': {why}$"):
+        load_model(tmp_path)
