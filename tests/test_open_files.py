@@ -17,8 +17,8 @@ PHASES = ("pre", "standardized", "post")
 def few_files():
     """Have the system allow a few more open files than there are."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 12, before[1]))
+    free = sorted(set(range(before[0])) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[12], before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
