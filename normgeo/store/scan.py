@@ -28,7 +28,7 @@ from normgeo.angles.cost import check_space
 from normgeo.angles.measure import AngleTable, directions_of
 from normgeo.angles.runs import RunConfig, new_record, now, run_name, safe_name, write_results
 from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
-from normgeo.angles.statistics import AngleStatistics
+from normgeo.angles.statistics import BINS, AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.numbers import check_numbers
@@ -47,7 +47,8 @@ __all__ = ["angles_from_store", "run_from_store"]
 
 BATCHES_A_TASK = 8  # about; a batch across two tasks is read by both
 TASKS_A_WORKER = 2  # at least, where the store has as much to share out; of few sites a batch takes longer
-AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, read together; of a site if they are more
+AT_ONCE, IN_ALL = 1 << 27, 1 << 32  # bytes that a task, and all workers, hold together; of a site if they are more
+COUNTS = 9 * 8 * BINS  # bytes that a site's angles are counted in
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _tasks(reader: _Reader, batch: int, workers: int) -> Iterator[_Task]:
     chunk, rows, wanted = store.layout.chunk, len(store.commit_log), TASKS_A_WORKER * workers
     tokens = batch * store.provenance["identity"]["about"]["context"]
     at_least = max(1, min(BATCHES_A_TASK * tokens // chunk, rows // wanted))
-    whole = reader.token_bytes * max(chunk, tokens)  # of all sites
+    whole = reader.token_bytes * max(chunk, tokens) + COUNTS * sites  # of all sites
     parts = min(sites, max(-(-wanted * at_least // rows), -(-whole // min(AT_ONCE, IN_ALL // workers))))
     cuts = [sites * part // parts for part in range(parts + 1)]
     for first, stop, batches in _rows(store, batch, at_least):
