@@ -18,13 +18,12 @@ from stores import CONTEXT, N, captured, content, unfinished
 from normgeo import HiddenStateStore, stream
 from normgeo.angles.job import RunConfig
 from normgeo.errors import RunError, StoreError
-from normgeo.store import capture
+from normgeo.store import capture, storage
 from normgeo.store.capture import resume_capture
 from normgeo.store.check import verify
 from normgeo.store.layout import commit_file, state_file
 from normgeo.store.storage import Disk
 from normgeo.store.writer import StoreWriter, _Buffers
-from normgeo.system import direct
 from normgeo.system.direct import BLOCK
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -68,7 +67,7 @@ def test_a_stream_that_ends_early_makes_no_complete_store(home, tmp_path, monkey
 CODE = """
 import os, sys, time
 from pathlib import Path
-from normgeo.store import capture
+from normgeo.store import capture, storage
 from normgeo.angles import runs
 from normgeo.angles.runs import RunConfig
 runs._draw = lambda table, folder: None
@@ -270,8 +269,8 @@ def test_pinned_memory_counts_as_what_torch_takes_for_it(monkeypatch):
 
 
 def test_a_row_is_committed_once_its_chunks_are_synced(home, tmp_path, monkeypatch):
-    done, real, create, put = [], direct.sync, Disk.create, Disk.put
-    monkeypatch.setattr(direct, "sync", lambda path: (real(path), done.append(path)))
+    done, real, create, put = [], storage.sync, Disk.create, Disk.put
+    monkeypatch.setattr(storage, "sync", lambda path: (real(path), done.append(path)))
     monkeypatch.setattr(Disk, "create", lambda self, name, content: (done.append(name), create(self, name, content)))
     monkeypatch.setattr(Disk, "put", lambda self, name, content: (put(self, name, content), done.append(name)))
     store = HiddenStateStore(captured(home, tmp_path / "s"))

@@ -186,10 +186,8 @@ def read_record(storage: Storage, name: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(storage.read(name))
-    except FileNotFoundError as error:
-        raise StoreError(f"{storage.at(name)} is missing") from error
     except OSError as error:
-        raise StoreError(f"{storage.at(name)} cannot be read: {error.strerror}") from error
+        raise StoreError(unread(storage, name, error)) from error
     except ValueError as error:
         raise StoreError(f"{storage.at(name)} is damaged ({error})") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != identity(content):

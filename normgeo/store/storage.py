@@ -22,6 +22,7 @@ import numpy as np
 
 from normgeo.errors import StoreError
 from normgeo.system import direct
+from normgeo.system.files import sync, write_synced
 from normgeo.system.memory import pages
 
 __all__ = ["Disk", "NewChunk", "Storage"]
@@ -209,7 +210,7 @@ class Disk(Storage):
         """Write a file."""
         with self._part(name, content) as part:
             os.replace(part, self.path / name)
-        direct.sync((self.path / name).parent)
+        sync((self.path / name).parent)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file that is not there yet."""
@@ -218,16 +219,13 @@ class Disk(Storage):
                 os.link(part, self.path / name)
         except FileExistsError as error:
             raise StoreError(f"{self.at(name)} is already there: another process writes this store") from error
-        direct.sync((self.path / name).parent)
+        sync((self.path / name).parent)
 
     @contextmanager
     def _part(self, name: str, content: bytes) -> Iterator[Path]:
         part = self._unfinished(name)
         try:
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(part, content)
             yield part
         finally:
             part.unlink(missing_ok=True)
@@ -241,15 +239,12 @@ class Disk(Storage):
         for name, content in files.items():
             file = part / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
+            write_synced(file, content)
         for inside in {parent for name in files for parent in (part / name).parents if parent.is_relative_to(part)}:
-            direct.sync(inside)
+            sync(inside)
         shutil.rmtree(self.path / folder, ignore_errors=True)
         os.replace(part, self.path / folder)
-        direct.sync((self.path / folder).parent)
+        sync((self.path / folder).parent)
 
     def chunk(self, name: str) -> NewChunk:
         """A file that grows beside its name."""
@@ -263,7 +258,7 @@ class Disk(Storage):
         """Sync the files, then their folders: of many at once the first takes the others along in the journal."""
         files = [self.path / name for name in names]
         for path in (*files, *dict.fromkeys(file.parent for file in files)):
-            direct.sync(path)
+            sync(path)
 
     def delete(self, name: str) -> None:
         """Remove a file."""

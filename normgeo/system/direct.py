@@ -18,7 +18,7 @@ import numpy as np
 from normgeo.system.memory import PAGE as BLOCK  # disks take whole ones, at addresses that are multiples of as many
 from normgeo.system.memory import pages
 
-__all__ = ["BLOCK", "NewFile", "allow_open", "read_range", "sync"]
+__all__ = ["BLOCK", "NewFile", "allow_open", "read_range"]
 
 DIRECT = getattr(os, "O_DIRECT", 0)
 OTHERS = 256  # files that the rest of a process may have open
@@ -97,15 +97,6 @@ class NewFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def allow_open(files: int) -> bool:

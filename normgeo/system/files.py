@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "file_digest", "is_full", "on_the_way",
-    "read_table", "unreadable", "unwritable", "write_json", "write_table", "write_whole",
+    "read_table", "sync", "unreadable", "unwritable", "write_json", "write_synced", "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL = ".partial"
@@ -122,13 +122,27 @@ def write_whole(path: Path, content: bytes) -> None:
     path = path.resolve() if path.is_symlink() else path
     scratch = path.with_name(path.name + PARTIAL)
     try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(scratch, content)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, whose bytes, though not yet its name, then survive a power cut."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from normgeo.errors import NormGeoError, RunError
-from normgeo.system.files import PARTIAL, check_folder, check_name, is_full, on_the_way, unwritable
+from normgeo.system.files import PARTIAL, check_folder, check_name, is_full, on_the_way, sync, unwritable
 
 try:
     import fcntl
@@ -250,8 +250,7 @@ def _settle(folder: Path) -> None:
     for path in folder.rglob("*"):
         path.chmod(mode if path.is_dir() else mode & 0o666)
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
 
 
 def _moved_up(folder: Path) -> None:
