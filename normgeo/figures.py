@@ -265,9 +265,10 @@ def _role_lines(
 ) -> None:
     """A line for each role; broken ones of `other`, where it is known."""
     for label, rows in series(part):
-        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **looks[label])
+        look = looks[label] | {"markevery": max(1, len(rows) // MOST_BARS)}  # of many layers they hid the lines behind
+        axes.plot(rows.layer, rows[value], markersize=3, label=plain(label), zorder=3, **look)
         if other in rows:
-            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **looks[label])
+            axes.plot(rows.layer, rows[other], markersize=2, linestyle="--", **look)
 
 
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:g}%")

@@ -199,7 +199,7 @@ def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(nor
         (("angles", "a", "--resume", "b"), "leave out MODEL: beside --resume only --trust-remote-code may be given"),
         (("convert", "embedded-rmsnorm", "c"), "has no LayerNorm: all its norms are RMSNorm already"),
         (("capture", "embedded-layernorm"), "give a --store to write, or --resume a store"),
-        (("train", "--lr", -1), "--lr, the learning rate, must be above 0, received -1.0"),
+        (("train", "--lr", -1), "--lr, the learning rate, must be finite and above 0, received -1.0"),
         (("convert", "embedded-layernorm", "c", "--context", 100_000), "give --context 256"),
         (("convert", "embedded-layernorm", "c", "--context", 1), "--context must be at least 2, received 1"),
         (("convert", "embedded-layernorm", "c", "--dtype", "foo"), "no dtype 'foo'"),

@@ -344,3 +344,15 @@ def test_of_many_layers_lines_show_the_spread_that_bars_would_hide(tables, layer
     else:
         assert (len(axes.containers), lines) == (3, [])
     assert axes.get_legend_handles_labels()[1][-3:] == list(figures.LABELS.values())
+
+
+@pytest.mark.parametrize("kind", sorted({*figures.KINDS} - {"angles"}))
+def test_of_many_layers_marks_do_not_hide_the_lines_behind_them(tables, kind):
+    """Of 400 layers each mark is as wide as ten, and all of them are a band."""
+    frame = tables["gpt2"].frame
+    frame = frame[frame.layer == 0]
+    many = pd.concat([frame.assign(layer=i) for i in range(400)], ignore_index=True)
+    lines = [line for axes in AngleTable(many).plot(kind).axes for line in axes.lines]
+    marked = [line for line in lines if len(line.get_xdata()) == 400 and line.get_marker() != "None"]
+    assert len(marked) > 1
+    assert all(len(line.get_xdata()[:: line.get_markevery() or 1]) <= 2 * figures.MOST_BARS for line in marked)

@@ -51,6 +51,7 @@ WRONG = [
     ("missing/raw.parquet", "there is no directory .*missing to write raw.parquet in; make it first"),
     ("file/raw.parquet", "there is no directory .*file to write"),
     ("n" * 250, "File name too long; give another --out"),
+    ("raw.csv", "tables are written as .parquet, not .csv; give --out .*raw.parquet$"),
     ("/proc/raw.parquet", "cannot write /proc/raw.parquet: .*; give another --out"),
 ]
 

@@ -38,7 +38,7 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
 
 def test_recipes_that_make_no_sense_are_refused(untyped):
     for changes, says in (
-        ({"steps": 0}, "--steps must be at least 1"), ({"lr": -1.0}, "learning rate"), ({"heads": 5}, "multiple"),
+        ({"steps": 0}, "--steps must be at least 1"), ({"lr": math.inf}, "learning rate"), ({"heads": 5}, "multiple"),
         ({"context": 1}, "--context must be at least 2"), ({"seed": 2**63}, "--seed must be at most"),
         ({"precision": "fp8"}, "no precision 'fp8'"), ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"clip": -1.0}, "clip above 0"), ({"clip": 0.0}, "clip above 0"), ({"beta2": 1.5}, "beta2 in"),

@@ -110,7 +110,7 @@ def test_many_workers_hold_no_more_together(store, monkeypatch):
     reader = scan._Reader(scan._Scan("a", str(store), "", 0, None, 8, 16, 0), opened)
     monkeypatch.setattr(scan, "TASKS_A_WORKER", 1)
     together = reader.token_bytes * max(opened.layout.chunk, 8 * CONTEXT)  # what is read, and where it is counted
-    together += sum(value.nbytes for name, value in reader.statistics(reader.sites).state.items() if name == "histogram")
+    together += reader.statistics(reader.sites).state["histogram"].nbytes
     for bound, several in (("AT_ONCE", 1), ("IN_ALL", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(scan, bound, several * together // 4)

@@ -35,10 +35,13 @@ def check_file(out: Path | None) -> None:
     """Refuse a file that could not be written, before anything is measured for it; None is no file.
 
     Raises:
-        RunError: it is a directory, its directory is missing, or nothing can be written there.
+        RunError: it is a directory, or named as another format, its directory is missing, or nothing can be written
+            there.
     """
     if out is None:
         return
+    if (suffix := out.suffix) not in ("", ".parquet") and not out.is_dir():
+        raise RunError(f"tables are written as .parquet, not {suffix}; give --out {out.with_suffix('.parquet')}")
     try:
         if out.exists() and not out.is_file():
             raise RunError(f"cannot write a table to {out}, which is no file; give the name of one as --out")

@@ -75,7 +75,7 @@ class Recipe:
                 most = SEEDS if field.name == "seed" else MOST
                 check_number(field.name, value, LEAST.get(field.name, 1), most)
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise NormGeoError(f"--lr, the learning rate, must be above 0, received {self.lr}")
+            raise NormGeoError(f"--lr, the learning rate, must be finite and above 0, received {self.lr}")
         if not 0 <= self.dropout < 1:
             raise NormGeoError(f"--dropout must be at least 0 and below 1, received {self.dropout}")
         if not (0 <= self.weight_decay < math.inf and self.clip > 0 and 0 <= self.beta2 < 1):
