@@ -80,9 +80,15 @@ def plain(name: str) -> str:
 
 
 def wrapped(title: str, across: int) -> str:
-    """A title in lines that so many columns have room for beside each other."""
+    """A title in lines that so many columns have room for beside each other; words are cut if there is no other way.
+
+    >>> wrapped("Pre-RMSNorm of EleutherAI/pythia-160m-deduped", 4).splitlines()
+    ['Pre-RMSNorm of EleutherAI', '/pythia-160m-deduped']
+    """
     width = 100 // across
-    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in title.split("\n"))
+    too_long = lambda line: any(len(word) > width for word in line.split())  # noqa: E731
+    lines = title.splitlines()
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=too_long(line)) for line in lines)
 
 
 def legend(figure: matplotlib.figure.Figure) -> None:
