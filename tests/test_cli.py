@@ -190,6 +190,7 @@ def test_a_model_that_tokens_alone_do_not_run_is_one_line_and_leaves_nothing(nor
         (("bench", "store", "--folder", "afile"), "afile is no directory"),
         (("bench", "store", "--folder", "s3://b/x"), "there is no directory s3:/b/x; give --folder one on the disk"),
         (("train", "--data", "sample", "--out", "afile/x"), "afile is no directory"),
+        (("convert", "embedded-layernorm", "afile/x"), "afile: it is no directory; nothing was written"),
         (("compare", "embedded-layernorm", "embedded-rmsnorm", "--device", "meta"), "cannot use the device 'meta'"),
         (("angles", "embedded-layernorm", "--out", "a" * 300), "File name too long"),
         (("compare", "embedded-layernorm", "embedded-rmsnorm", "--seed", -1), "--seed must be at least 0"),

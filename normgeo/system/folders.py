@@ -183,7 +183,9 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
             folders.enter_context(_folders(home))
             scratch = folders.enter_context(_scratch(home, where.name, fixed=replace))
         except OSError as error:
-            raise RunError(f"cannot write to {home}: {error.strerror}; nothing was written") from error
+            is_file = isinstance(error, (FileExistsError, NotADirectoryError))
+            why = "it is no directory" if is_file else error.strerror
+            raise RunError(f"cannot write to {home}: {why}; nothing was written") from error
         try:
             yield scratch
             if keep:
