@@ -15,7 +15,7 @@ from zoo import tiny
 from analyses import efficiency
 from normgeo.bench import inference as inference_bench
 from normgeo.bench import inference_models
-from normgeo.bench.inference import bench_inference, summary
+from normgeo.bench.inference import bench_inference, check_names, summary
 from normgeo.bench.inference_models import SIZES, VARIANTS, available, bases, build, derived, in_dtype, main_sites
 from normgeo.bench.norm_timer import NormTimer
 from normgeo.cli import main as cli
@@ -318,6 +318,8 @@ def test_int8_needs_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ModelError, match=r"pip install 'normgeo\[int8\]'"):
         in_dtype(tiny("gpt2"), "int8")
+    with pytest.raises(ModelError, match="int8 needs torchao"):  # before anything is measured, or loaded
+        check_names(("float32", "int8"))
 
 
 def test_int8_quantizes_every_matrix_of_a_gpt2(monkeypatch):

@@ -36,6 +36,7 @@ from normgeo.bench.inference_models import (
     derived,
     in_dtype,
     main_sites,
+    quantizer,
 )
 from normgeo.bench.norm_timer import NormTimer
 from normgeo.errors import ModelError, NormGeoError
@@ -64,11 +65,8 @@ MODES = ("eager", "compiled", "graph")
 COMPILED = ("original", "pre-rmsnorm", "pre-crmsnorm-padded", "no-norm")
 """What is compiled: compilers make the same code of the others."""
 
-AHEAD = 0.1
-"""Seconds that a device is kept waiting at most, so that all of a pass is given to it before it begins."""
-
-ROUNDING = 1e-4
-"""Relative error that rounding may make in float32, far below what any mistake makes."""
+AHEAD = 0.1  # seconds that a device is kept waiting at most, so that all of a pass is given to it before it begins
+ROUNDING = 1e-4  # relative error that rounding may make in float32, far below what any mistake makes
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def check_names(
     """Refuse names that are nothing's, before a model is loaded or converted. Without variants all are meant.
 
     Raises:
-        ModelError: there is no such dtype, phase, mode or variant, or none is given.
+        ModelError: there is no such dtype, phase, mode or variant, or none is given, or a dtype needs torchao.
     """
     given = {"dtype": (dtypes, DTYPES), "phase": (phases, PHASES), "mode": (modes, MODES)}
     for what, (names, there) in (given | ({"variant": (variants, tuple(VARIANTS))} if variants else {})).items():
@@ -182,6 +180,8 @@ def check_names(
             raise ModelError(f"no {what} was given; choose {', '.join(there)}")
         if unknown := [name for name in names if name not in there]:
             raise ModelError(f"no {what} {', '.join(unknown)!r}; choose {', '.join(there)}")
+    for dtype in dtypes:
+        quantizer(dtype)
 
 
 def check_compiler(device: str) -> None:

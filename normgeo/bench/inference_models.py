@@ -36,7 +36,7 @@ from normgeo.sites import NormSite, find_sites
 
 __all__ = [
     "DTYPES", "SIZES", "VARIANTS", "Bases", "available", "bases", "build", "check_variants", "derived", "in_dtype",
-    "main_sites",
+    "main_sites", "quantizer",
 ]  # fmt: skip
 
 
@@ -125,15 +125,25 @@ def in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
     for tensor in model.state_dict(keep_vars=True).values():  # tables that are made anew stay in float32
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(half)
-    if dtype in QUANTIZED:
-        try:
-            torchao = importlib.import_module("torchao.quantization")
-        except ImportError as error:
-            raise ModelError(f"{dtype} needs torchao: pip install 'normgeo[int8]'") from error
-        # torchao quantizes linear layers alone
+    if quantize := quantizer(dtype):  # linear layers alone
         put(model, {name: _linear(module) for name, module in model.named_modules() if isinstance(module, Conv1D)})
-        torchao.quantize_(model, getattr(torchao, QUANTIZED[dtype])(version=2))
+        quantize(model)
     return model
+
+
+def quantizer(dtype: str) -> Callable[[nn.Module], None] | None:
+    """What quantizes a model's linear layers for one of `DTYPES`; None for those that need no such thing.
+
+    Raises:
+        ModelError: torchao is not installed.
+    """
+    if dtype not in QUANTIZED:
+        return None
+    try:
+        torchao = importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        raise ModelError(f"{dtype} needs torchao: pip install 'normgeo[int8]'") from error
+    return lambda model: torchao.quantize_(model, getattr(torchao, QUANTIZED[dtype])(version=2))
 
 
 def _linear(conv: Any) -> nn.Linear:
