@@ -191,7 +191,7 @@ def test_command(tmp_path):
     ("arguments", "message"),
     [
         (("--shapes", "1x512"), "BATCHxTOKENSxWIDTH"),
-        (("--shapes", "1x2xd"), "--shapes takes whole numbers"),
+        (("--shapes", "1x2xd"), "whole numbers above 0, as 1x512x768; received '1x2xd'"),
         (("--dtype", "int8"), "no dtype 'int8'; choose float32, bfloat16, float16"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from typing import Any, Literal
 
@@ -194,7 +195,7 @@ def _map(axes: Axes, values: np.ndarray, most: float, names: list[str], steps: l
     axes.grid(False)
     axes.set_yticks(range(len(names)), names)
     labels = [f"{step:,}" for step in steps]
-    room = max(1, int(width / (0.15 + 0.06 * max(map(len, labels)))))
-    every = max(1, len(steps) // 6, -(-len(steps) // room))
+    wide = 0.06 * max(map(len, labels)) + 0.04
+    every = max(1, len(steps) // 6, math.ceil(len(steps) * wide / width))
     axes.set_xticks(range(0, len(steps), every), labels[::every])
     return image

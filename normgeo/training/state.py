@@ -65,10 +65,10 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     content = path / "training.safetensors"
     try:
         about = dict(json.loads((path / "state.json").read_text()))
-        if about.get("sha256") != file_digest(content):
+        if about["sha256"] != file_digest(content):
             raise RunError(f"{path} is damaged: {content.name} is not what was written; {AFRESH}")
         return safetensors.torch.load_file(content), about
-    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise unreadable(path, error, AFRESH) from error
 
 
