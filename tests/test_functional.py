@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from stores import captured
-from torch import nn
+from torch import library, nn
 from torch.nn import functional
 from torch.overrides import _len_torch_function_stack
 
@@ -358,7 +358,7 @@ def test_inputs_may_be_numbers(untyped):
     assert [site.name for site in find_sites(wrap(Scaled().eval()), inputs)] == ["module.norm"]
 
 
-@torch.library.custom_op("others::rms_norm", mutates_args=())
+@library.custom_op("others::rms_norm", mutates_args=())
 def others(x: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(x, (x.shape[-1],), None, eps)
 
