@@ -271,10 +271,10 @@ def _role_lines(
 ) -> None:
     """A line for each role; broken ones of `other`, where it is known."""
     for label, rows in series(part):
-        few = max(1, len(rows) // MOST_BARS)  # all marks of many layers would hide the lines behind them
-        axes.plot(rows.layer, rows[value], markersize=3, markevery=few, label=plain(label), zorder=3, **looks[label])
+        every = max(1, len(rows) // MOST_BARS)  # all marks of many layers would hide the lines behind them
+        axes.plot(rows.layer, rows[value], markersize=3, markevery=every, label=plain(label), zorder=3, **looks[label])
         if other in rows:
-            axes.plot(rows.layer, rows[other], markersize=2, markevery=few, linestyle="--", **looks[label])
+            axes.plot(rows.layer, rows[other], markersize=2, markevery=every, linestyle="--", **looks[label])
 
 
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:g}%")
