@@ -46,7 +46,7 @@ class NormSite:
         heads: how many vectors it normalizes for each token (more than 1 for norms on heads).
         head_major: whether its input is laid out [batch, heads, time, d] instead of [batch, time, heads, d].
         call: which of several calls in one forward pass, as of modules that layers share; `calls`: of how many, 0
-            where an older version wrote it down and did not say.
+            where nobody said.
         dtype: of the vectors, as torch names it.
         time_major: whether its input is laid out [time, batch, d].
         gain_name, bias_name: of a norm that is a function, the names of the parameters that are its gamma and beta.

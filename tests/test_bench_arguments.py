@@ -50,6 +50,7 @@ def unmeasured(monkeypatch):
             ("norms", "--device", "meta"),
             "cannot use the device 'meta': Tensor.item() cannot be called on meta tensors;",
         ),
+        (("norms", "--seed", -1), "--seed must be at least 0, received -1"),
         (("norms", "--device", "abacus"), "there is no device 'abacus'"),
         (("norms", "--shapes", "1x9x8,1x99999999x99999999"), "the shape 1x99999999x99999999 does not fit into memory;"),
         (("norms", "--shapes", f"1x{10**25}x8"), f"the shape 1x{10**25}x8 does not fit into memory; give smaller"),

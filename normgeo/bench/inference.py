@@ -43,7 +43,7 @@ from normgeo.errors import ModelError, NormGeoError
 from normgeo.examples import example_inputs, max_context
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained
-from normgeo.numbers import check_number
+from normgeo.numbers import check_number, check_numbers
 from normgeo.sites import NormSite
 from normgeo.system.timing import (
     Stopwatch,
@@ -242,6 +242,7 @@ def bench_inference(
     """
     check_names(dtypes, phases, modes)
     check_number("rounds", rounds, 1)
+    check_numbers(seed=seed)
     if not batches or not lengths:
         raise ModelError(f"received {len(batches)} batches and {len(lengths)} lengths; give one of each at least")
     if "graph" in modes and model.device.type != "cuda":

@@ -19,7 +19,7 @@ from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
-from normgeo.numbers import check_number
+from normgeo.numbers import check_number, check_numbers
 from normgeo.system.timing import (
     Stopwatch,
     circumstances,
@@ -96,6 +96,7 @@ def bench_norms(
             measured, or a norm gives wrong results.
     """
     check_number("rounds", rounds, 1)
+    check_numbers(seed=seed)
     there = ("float32", "bfloat16", "float16")
     if unknown := [name for name in dtypes if name not in there]:
         raise ModelError(f"no dtype {', '.join(unknown)!r}; choose {', '.join(there)}")

@@ -67,7 +67,7 @@ def bench_stream(
             than one round or one context in a batch.
     """
     check_number("rounds", rounds, 1)
-    check_numbers(batch=batch)
+    check_numbers(batch=batch, seed=seed)
     check_context(model, tokens.context)
     sites = find_sites(model)
     batches = tokens.alike(None, batch, rounds + 1)

@@ -288,6 +288,7 @@ def bench_training(
         NormGeoError: fewer than one round, no such precision, or no such device.
     """
     check_number("rounds", rounds, 1)
+    check_numbers(seed=seed)
     if precision not in MIXED:
         raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
     with _fitting(task.about["batch"], task.about["context"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -341,26 +342,25 @@ class HiddenStateStore:
         Raises:
             StoreError: what is stored of the norm is missing or damaged.
         """
-        files = self._norm_files(site)
+        sums, folder = self._sums_of_norms.get(site.key, {}), f"hidden.zarr/sites/{site.key}"
+        try:
+            read = self.storage.each(lambda x: read_file(self.storage, f"{folder}/{x[0]}", x[1]), sums.items())
+        except StoreError as error:
+            raise StoreError(f"{error}; normgeo verify names all that is") from error
         with self._named(f"sites/{site.key}"):
+            files = dict(zip(sums, read, strict=True))
             about = json.loads(files["zarr.json"])["attributes"]
             norm = {name: about[name] for name in ("recipe", "offset", "bit_equal", "error")}
             return Rebuild(gain=array_in(files, "gain"), bias=array_in(files, "bias"), **norm)
 
-    def _norm_files(self, site: NormSite) -> dict[str, bytes]:
-        """The files in a site's folder that say what its norm does, as the manifest has them."""
-        own = tuple(f"sites/{site.key}/{part}" for part in ("zarr.json", "gain/", "bias/"))
-        sums = {name: sha256 for name, sha256 in self._manifest.items() if name.startswith(own)}
-        try:
-            read = self.storage.each(lambda x: read_file(self.storage, f"hidden.zarr/{x[0]}", x[1]), sums.items())
-            return dict(zip((name.removeprefix(f"sites/{site.key}/") for name in sums), read, strict=True))
-        except StoreError as error:
-            raise StoreError(f"{error}; normgeo verify names all that is") from error
-
     @functools.cached_property
-    def _manifest(self) -> dict[str, str]:
-        """sha256 of the files of `hidden.zarr` that are no chunks of hidden states."""
-        return read_record(self.storage, "manifest.json")["files"]
+    def _sums_of_norms(self) -> dict[str, dict[str, str]]:
+        """sha256, as the manifest has them, of the files that say what a norm does, by its key and their names."""
+        found: dict[str, dict[str, str]] = {}
+        for name, sha256 in read_record(self.storage, "manifest.json")["files"].items():
+            if of_norm := re.fullmatch(r"sites/(.+?)/(zarr\.json|gain/.+|bias/.+)", name):
+                found.setdefault(of_norm[1], {})[of_norm[2]] = sha256
+        return found
 
     def derived(self, site: str, phase: str, pre: Float[Tensor, "vectors d"]) -> Float[Tensor, "vectors d"]:
         """The standardized or the post-norm vectors of inputs of the site with this key.
