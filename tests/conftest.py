@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import gc
+import io
 import os
 import shutil
 import sys
@@ -25,6 +27,7 @@ import zoo
 from hypothesis import settings
 from matplotlib.figure import Figure
 
+BY_STEP = ("heat_map", "one_layer", "all_layers", "curves")
 _jaxtyped = jaxtyping.jaxtyped
 
 
@@ -42,6 +45,12 @@ jaxtyping.jaxtyped = _where_arrays_are
 
 settings.register_profile("normgeo", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("normgeo")
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: to look through it for garbage again and again took a tenth of all tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -213,13 +222,19 @@ def rendered():
     """Figures as users get them, in the files of a test that is not of figures."""
 
 
+BLANK = {kind: io.BytesIO() for kind in ("png", "svg")}
+for _kind, _file in BLANK.items():
+    Figure((1, 1)).savefig(_file, format=_kind, dpi=10)
+
+
 @pytest.fixture(autouse=True)
 def blank_figures(request, monkeypatch):
-    """Where no test looks at them: to render them takes most of the time of a run this small."""
+    """Where no test looks at them: to draw and render them takes most of the time of a run this small."""
     of_figures = {"figures", "report", "analyses", "docs"} & {*request.path.stem.split("_")}
     if not of_figures and "rendered" not in request.fixturenames:
-        save, blank = Figure.savefig, Figure((1, 1))
-        monkeypatch.setattr(Figure, "savefig", lambda self, *to, **how: save(blank, *to, **how))
+        monkeypatch.setattr(Figure, "savefig", lambda _, to, format, **how: to.write(BLANK[format].getvalue()))
+        for drawn in ("angles.measure.AngleTable.plot", *(f"training.figures.{name}" for name in BY_STEP)):
+            monkeypatch.setattr(f"normgeo.{drawn}", lambda *_, **__: Figure((1, 1)))
 
 
 @pytest.fixture

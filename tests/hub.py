@@ -15,8 +15,10 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 RUN = """
 import json, sys
 from matplotlib.figure import Figure
+from normgeo.angles.measure import AngleTable
 from normgeo.cli.main import main
-Figure.savefig = lambda *_, **__: None  # which takes half the time of runs this small
+AngleTable.plot = lambda *_: Figure()  # which takes half the time of runs this small
+Figure.savefig = lambda *_, **__: None
 for words in json.loads(sys.argv[1]):
     sys.argv = ["normgeo", *words]
     try:

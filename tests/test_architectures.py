@@ -127,7 +127,7 @@ def test_a_wrong_conversion_and_a_crash_are_told(monkeypatch):
     assert (row.verdict, row.reason) == ("crash", "KeyError: 'what'")
 
 
-def test_the_page_and_the_figure_name_every_architecture(tmp_path):
+def test_the_page_and_the_figure_name_every_architecture(tmp_path, rendered):
     frame = coverage.compute(["gpt2", "bert", "llama", "resnet", "bark", "clip"])
     assert list(frame.columns) == [f.name for f in dataclasses.fields(coverage.Row)]
     page = coverage.markdown(frame)

@@ -32,6 +32,13 @@ def cache(tmp_path, monkeypatch):
     cpu.loaded.cache_clear()
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A source that is built in no time."""
+    (tmp_path / "small.cpp").write_text('extern "C" int one() { return 1; }\n')
+    return tmp_path / "small.cpp"
+
+
 def shared_objects(cache):
     return sorted(p.name for p in (cache / "normgeo").glob("*.so"))
 
@@ -46,13 +53,12 @@ def test_they_are_built_once_and_kept(cache):
     assert (cache / "normgeo" / name).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("what", ["SOURCE", "FLAGS", "processor", "header", "compiler"])
-def test_another_source_header_flag_compiler_or_processor_is_another_file(cache, monkeypatch, tmp_path, what):
-    kernels.status()
-    if what == "SOURCE":
-        (tmp_path / "other.cpp").write_text(cpu.SOURCE.read_text() + "// changed\n")
-        monkeypatch.setattr(cpu, "SOURCE", tmp_path / "other.cpp")
-    elif what == "FLAGS":
+@pytest.mark.parametrize("what", ["source", "flags", "processor", "header", "compiler"])
+def test_another_source_header_flag_compiler_or_processor_is_another_file(cache, small, monkeypatch, tmp_path, what):
+    before = compiling.compiled(small)
+    if what == "source":
+        small.write_text(small.read_text() + "// changed\n")
+    elif what == "flags":
         monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-g"))
     elif what == "header":
         for header in compiling.HERE.glob("*.h"):
@@ -64,12 +70,11 @@ def test_another_source_header_flag_compiler_or_processor_is_another_file(cache,
         monkeypatch.setenv("CXX", str(tmp_path / "newer"))
     else:
         monkeypatch.setattr(compiling, "_processor", lambda: "another")
-    cpu.loaded.cache_clear()
-    assert kernels.status().compiled
+    assert {compiling.compiled(small).name, before.name} == set(shared_objects(cache))
     assert len(shared_objects(cache)) == 2
 
 
-def test_a_file_is_of_its_own_flags_and_safe_before_it_has_its_name(cache, monkeypatch):
+def test_a_file_is_of_its_own_flags_and_safe_before_it_has_its_name(cache, small, monkeypatch):
     synced, renamed, sync, replace = [], [], os.fsync, Path.replace
 
     def put(self, target):
@@ -78,7 +83,7 @@ def test_a_file_is_of_its_own_flags_and_safe_before_it_has_its_name(cache, monke
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino) or sync(descriptor))
     monkeypatch.setattr(Path, "replace", put)
-    paths = {compiling.compiled(cpu.SOURCE, flags) for flags in ((), ("-g",), ())}
+    paths = {compiling.compiled(small, flags) for flags in ((), ("-g",), ())}
     assert len(paths) == len(shared_objects(cache)) == len(renamed) == 2
     assert all(file in before for file, before in renamed)
 
@@ -180,18 +185,18 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache):
     assert "normgeo" in fails()
 
 
-@pytest.mark.parametrize("size", [0, 5000, -1])
-def test_a_damaged_file_is_built_again_and_never_loaded(cache, size):
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:0], lambda b: b[:5000], lambda b: b[:-1], lambda b: b[:9000] + b"\1" + b[9001:]]
+)
+def test_a_damaged_file_is_built_again_and_never_loaded(cache, small, damage):
     """The end of a library that is not there would end the process."""
-    path = compiling.compiled(cpu.SOURCE)
+    path = compiling.compiled(small)
     whole = path.read_bytes()
-    path.write_bytes(whole[:size])
-    again = compiling.compiled(cpu.SOURCE)
+    assert whole != damage(whole)
+    path.write_bytes(damage(whole))
+    again = compiling.compiled(small)
     assert again.read_bytes() == whole
     assert shared_objects(cache) == [again.name]
-    path.write_bytes(whole[:9000] + b"\1" + whole[9001:])
-    assert kernels.status().compiled
-    assert path.read_bytes() == whole
 
 
 def test_a_file_that_is_no_library_is_no_error(cache, monkeypatch):

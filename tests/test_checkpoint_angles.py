@@ -230,7 +230,7 @@ def test_norms_of_no_layer_alone_are_drawn_as_a_map(twins, tmp_path):
     assert [path.name for path in (tmp_path / "run/figures").glob("*.png")] == ["layers-by-steps.png"]
 
 
-def test_the_labels_of_a_map_of_one_norm_fit(twins):
+def test_the_labels_of_a_map_of_one_norm_fit(twins, rendered):
     config = RunConfig((), "sample", 32, null=2, sites="final", device="cpu")
     figure = training_figures.heat_map(measure_checkpoints(find_checkpoints(twins), config, progress=False))
     figure.draw_without_rendering()
@@ -241,7 +241,7 @@ def test_the_labels_of_a_map_of_one_norm_fit(twins):
     assert max(first.x1, second.x1) <= figure.bbox.width
 
 
-def test_one_step_has_one_tick(twins):
+def test_one_step_has_one_tick(twins, rendered):
     config = RunConfig((), "sample", 32, null=2, device="cpu")
     figure = training_figures.one_layer(measure_checkpoints(find_checkpoints(twins)[1:2], config, progress=False), 1)
     figure.draw_without_rendering()

@@ -291,17 +291,17 @@ def most_at_once(path, monkeypatch):
 
 
 def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch, peak_memory):
-    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (1600, CONTEXT)))
+    np.save(tmp_path / "ids.npy", np.random.default_rng(1).integers(3, 96, (800, CONTEXT)))
     monkeypatch.setattr(scan, "BATCHES_A_TASK", 1)
     monkeypatch.setattr(workers, "WORKERS_A_THREAD", 1)
-    changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 512}
-    paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (8192, 32_000)]
+    changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 256}
+    paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (4096, 16_000)]
     ((few, n), small), ((many, more), large) = (
         peak_memory(lambda path=path: most_at_once(path, monkeypatch)) for path in paths
     )
     assert more > 3 * n > 6 * few
     assert few == many <= 6
-    assert large - small < (32_000 - 8192) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
+    assert large - small < (16_000 - 4096) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
     window = scan._in_order
     monkeypatch.setattr(scan, "_in_order", lambda tasks, begin, at_most: window(tasks, begin, 10**9))
     assert most_at_once(paths[1], monkeypatch)[0] == more
