@@ -345,10 +345,10 @@ class HiddenStateStore:
         sums, folder = self._sums_of_norms.get(site.key, {}), f"hidden.zarr/sites/{site.key}"
         try:
             read = self.storage.each(lambda x: read_file(self.storage, f"{folder}/{x[0]}", x[1]), sums.items())
+            files = dict(zip(sums, read, strict=True))  # here, for they are read one after the other
         except StoreError as error:
             raise StoreError(f"{error}; normgeo verify names all that is") from error
         with self._named(f"sites/{site.key}"):
-            files = dict(zip(sums, read, strict=True))
             about = json.loads(files["zarr.json"])["attributes"]
             norm = {name: about[name] for name in ("recipe", "offset", "bit_equal", "error")}
             return Rebuild(gain=array_in(files, "gain"), bias=array_in(files, "bias"), **norm)
