@@ -39,10 +39,9 @@ def center_all(
         structure: recenter them also where the present values have no mean, as those of a new model's norms: for what
             must hold of all values.
     """
-    center_writers(dict(exact.named_parameters()), gauge)
-    for name, axis in gauge.tables:
-        center(exact.get_buffer(name), axis)
-    recipe["tables"] = [name for name, _ in gauge.tables]
+    tables = {name: exact.get_buffer(name) for name, _ in gauge.tables}
+    center_writers(dict(exact.named_parameters()) | tables, gauge)
+    recipe["tables"] = list(tables)
     if structure:
         probe = generic_copy(exact, inputs)
         center_writers(dict(probe.named_parameters()), gauge)
@@ -57,8 +56,8 @@ def center_all(
 
 @torch.no_grad()
 def center_writers(parameters: dict[str, Tensor], gauge: Gauge) -> None:
-    """Center the writers among these parameters in place; where v scales what W writes, W becomes v W - mean(v W)."""
-    for shift in gauge.writers:
+    """Center writers and tables among these in place; where v scales what W writes, W becomes v W - mean(v W)."""
+    for shift in (*gauge.writers, *gauge.tables):
         if shift.parameter in parameters:
             center(parameters[shift.parameter], shift.axis)
     for shift, scale in gauge.scaled.items():

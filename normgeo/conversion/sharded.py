@@ -327,7 +327,8 @@ def _write(
 
     extra = {name: edited(name, shards.read(source)) for name, source in copies.items() if name not in shards.home}
     buffers = dict(conversion.model.named_buffers())
-    extra |= {name: buffers[short] for short in conversion.recipe.get("tables", ()) for name in to(short)}
+    tables = {name: short for short in conversion.recipe.get("tables", ()) for name in to(short)}
+    extra |= {name: buffers[short] for name, short in tables.items() if name not in shards.home}
     alone = shards.files == [PLAIN]  # beside a file of that name no other and no index would be read
     for file in shards.files:
         save({name: edited(name, value) for name, value in shards.of(file)} | (extra if alone else {}), file)
