@@ -128,7 +128,7 @@ class Directions:
         raw = rng.standard_normal((2, d))
         raw *= math.sqrt(d) / np.linalg.norm(raw, axis=1, keepdims=True)
         raw[1] *= 2.0 ** rng.uniform(-1, 1)
-        named = torch.cat([uniform_vector(d, torch.float64)[None], torch.from_numpy(raw)])
+        named = torch.from_numpy(np.concatenate([np.ones((1, d)), raw]))
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, d, 1])))
         return cls(named, _scaled(torch.from_numpy(rng.standard_normal((null, d)))).bfloat16())
 

@@ -60,6 +60,18 @@ def test_norms_are_those_that_were_added_up(kept):
             assert np.rint(found * UNIT).sum() == statistics.state["norm"][:, i, p].sum()
 
 
+def test_the_default_dtype_is_the_callers_affair(kept):
+    sites, _, store = kept
+    expected = [store.norms(site.key, phase) for site in sites for phase in PHASES]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [store.norms(site.key, phase) for site in sites for phase in PHASES]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_the_bytes_are_those_that_were_said(kept):
     sites, _, store = kept
     arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]

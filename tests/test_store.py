@@ -10,10 +10,11 @@ import oracle
 import pandas as pd
 import pytest
 import torch
+import transformers as hf
 import zarr
 from stores import CONTEXT, N, captured, config
 
-from normgeo import HiddenStateStore, find_sites, load_model
+from normgeo import AngleTable, HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
@@ -281,6 +282,31 @@ def test_reading(store):
         states.__array__(copy=False)
     with pytest.raises(StoreError, match="is no store"):
         HiddenStateStore(store / "state")
+
+
+def test_a_model_that_fills_up_its_contexts_is_captured_in_whole_ones(tmp_path):
+    """Longformer's are a multiple of its window, here of more tokens than a norm's arithmetic is found out on."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = hf.LongformerConfig(vocab_size=96, max_position_embeddings=260, attention_window=[128], **sizes)
+    hf.LongformerModel(config).save_pretrained(tmp_path / "model")
+    ids = np.random.default_rng(0).integers(3, 96, (2, 128))
+    np.save(tmp_path / "ids.npy", ids)
+    run = RunConfig((str(tmp_path / "model"),), data=str(tmp_path / "ids.npy"), null=4, device="cpu")
+    table = start_capture(CaptureConfig(run), tmp_path / "s", progress=False)
+    assert table.frame.n_tokens.max() > 128
+    pd.testing.assert_frame_equal(angles_from_store(tmp_path / "s", null=4, progress=False).frame, table.frame)
+
+
+def test_another_default_device_is_the_callers_affair(home, tmp_path):
+    """As a script for one GPU sets it; here one on which nothing can be computed."""
+    alone = captured(home, tmp_path / "alone")
+    with torch.device("meta"):
+        path = captured(home, tmp_path / "s")
+        frame = angles_from_store(path, null=8, progress=False).frame
+        run = start_run(replace(config(home).run, keep="none"), tmp_path / "run", progress=False).frame
+    expected = AngleTable.load(alone).frame
+    pd.testing.assert_frame_equal(frame, expected)
+    pd.testing.assert_frame_equal(run, expected)
 
 
 def test_a_norm_of_several_vectors_a_token_is_stored(tmp_path, home):

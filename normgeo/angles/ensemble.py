@@ -100,7 +100,7 @@ class NullEnsemble:
         key = (vectors, device)
         if key not in self._rows:
             heads = vectors // self._n_tokens
-            rows = (self._chosen[:, None] * heads + torch.arange(heads)).flatten()
+            rows = (self._chosen[:, None] * heads + torch.arange(heads, device="cpu")).flatten()
             self._rows[key] = [rows.to(device, non_blocking=device.type == "cuda")]
         return self._rows[key][0]
 

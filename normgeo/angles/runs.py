@@ -31,6 +31,7 @@ from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import check_there, label_of
+from normgeo.models import on_cpu
 from normgeo.stream import stream
 from normgeo.system.files import check_folder, disk_explained, is_full, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
@@ -121,6 +122,7 @@ def _read(out: Path) -> dict[str, Any]:
     return record
 
 
+@on_cpu
 def _execute(
     config: RunConfig,
     out: Path,

@@ -228,7 +228,7 @@ class ScalarStore:
         array = self._array(site, phase)
         norm = self._read(array)[:, 0]
         if phase == "standardized" and array.attrs["kind"] != "layernorm":
-            eps = torch.tensor(float(array.attrs["eps"]))  # pyright: ignore
+            eps = torch.tensor(float(array.attrs["eps"]), dtype=torch.float32, device="cpu")  # pyright: ignore
             return standardized_norm(torch.from_numpy(norm), int(array.attrs["d"]), eps).numpy()  # pyright: ignore
         return norm
 

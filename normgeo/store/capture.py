@@ -18,8 +18,9 @@ from normgeo.angles.measure import AngleTable, new_statistics
 from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import PHASES, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
+from normgeo.models import on_cpu
 from normgeo.store.check import metadata_problems
-from normgeo.store.layout import Layout, create, read_record, read_state, write_record
+from normgeo.store.layout import CHUNK_BYTES, Layout, create, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import ChunkReader, HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
@@ -44,7 +45,7 @@ class CaptureConfig:
 
     run: RunConfig
     phases: tuple[str, ...] = ("pre",)
-    chunk_bytes: int = 16 << 20
+    chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
         if isinstance(self.phases, str):
@@ -147,6 +148,7 @@ def _interrupted(storage: Storage) -> dict[str, Any]:
     return record
 
 
+@on_cpu
 def _capture(
     config: CaptureConfig, storage: Storage, record: dict[str, Any] | None, ranks: Ranks,
     announce: Callable[[str], None], progress: bool,
@@ -312,23 +314,25 @@ class _Capture:
 
 
 class _Probe:
-    """A sink that keeps a few vectors of every site."""
+    """A sink that keeps the vectors of a few tokens at every site."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, str], Tensor] = {}
 
-    def begin(self, batch: TokenBatch) -> None: ...
+    def begin(self, batch: TokenBatch) -> None:
+        self._n_tokens = batch.n_tokens
 
     def take(self, site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
-        self.kept.setdefault((site, phase), hidden.cpu().clone())
+        few = PROBED * len(hidden) // self._n_tokens  # with several heads each token has several
+        self.kept.setdefault((site, phase), hidden[:few].cpu().clone())
 
     def end(self) -> None: ...
 
 
 def _planned(config: CaptureConfig, job: Job) -> _Plan:
-    """What the hidden states are like, seen on a few tokens."""
-    probe = _Probe()
-    few = job.tokens.batches(min(job.n_tokens, PROBED), max(1, PROBED // job.tokens.context))
+    """What the hidden states are like, seen on a few tokens, in whole contexts: some models fill up shorter ones."""
+    probe, context = _Probe(), job.tokens.context
+    few = job.tokens.batches(min(job.n_tokens, max(PROBED, context)), max(1, PROBED // context))
     for _ in stream(job.model, job.sites, few, [probe]):
         pass
     modules, rebuilds, dtypes = [site.module_of(job.model) for site in job.sites], [], []

@@ -41,9 +41,9 @@ from normgeo.store.rebuild import Rebuild
 from normgeo.store.storage import Storage
 
 __all__ = [
-    "TOKENS", "TRAILER", "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy", "as_torch",
-    "committed_rows", "create", "file_problems", "identity", "read_commit", "read_file", "read_log", "read_record",
-    "read_state", "read_store", "state_file", "unread", "write_commit", "write_record",
+    "CHUNK_BYTES", "TOKENS", "TRAILER", "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy",
+    "as_torch", "committed_rows", "create", "file_problems", "identity", "read_commit", "read_file", "read_log",
+    "read_record", "read_state", "read_store", "state_file", "unread", "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20

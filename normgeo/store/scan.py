@@ -31,6 +31,7 @@ from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows
 from normgeo.angles.statistics import BINS, AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum, joined
+from normgeo.models import on_cpu
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, select_sites
 from normgeo.store.layout import as_numpy, as_torch
@@ -92,6 +93,7 @@ class _Found:
     scalars: Rows
 
 
+@on_cpu
 def angles_from_store(
     path: str | Path | HiddenStateStore, *,
     null: int | None = None, null_every: int | None = None, seed: int | None = None,

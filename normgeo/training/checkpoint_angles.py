@@ -32,6 +32,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, RunError
 from normgeo.hub import revisions
 from normgeo.loading import commit_of
+from normgeo.models import on_cpu
 from normgeo.rows import SINGLE
 from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
@@ -220,6 +221,7 @@ def _finish(
     return frame
 
 
+@on_cpu
 def measure_checkpoints(
     points: list[Checkpoint],
     config: RunConfig,
