@@ -177,6 +177,8 @@ FIRST = {
     "what is watched": "exec('with FlopCounterMode(display=False): norm_ops.loaded()')",
     "what is transformed": "torch.func.vmap(lambda row: row if norm_ops.loaded() else row)(x)",
     "another device": "torch.set_default_device('meta'); norm_ops.loaded()",
+    "statistics by another default": "torch.set_default_dtype(torch.bfloat16); kernels.status()",
+    "statistics on another device": "torch.set_default_device('meta'); kernels.status()",
     "training": "norm(x).sum().backward()",
 }
 
@@ -187,11 +189,12 @@ def test_whatever_comes_first_kernels_are_there_after_it(first, tmp_path):
 import torch, normgeo
 from normgeo.norms import RMSNorm
 from torch.utils.flop_counter import FlopCounterMode
+from normgeo import kernels
 from normgeo.kernels import norm_ops
 norm, x = RMSNorm(4), torch.ones(3, 4)
 with torch.set_grad_enabled({first == "training"}):
     {FIRST[first]}
-print(norm_ops._loaded is None, norm_ops.loaded().compiled)
+print(norm_ops._loaded is None, norm_ops.loaded().compiled and kernels.status().compiled)
 """
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     done = run(code, tmp_path, XDG_CACHE_HOME=cache, HF_HUB_OFFLINE="1")

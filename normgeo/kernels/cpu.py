@@ -11,6 +11,7 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,8 +106,9 @@ def _declared(functions: ctypes.CDLL) -> ctypes.CDLL:
 
 def _check(found: Library) -> None:
     """One small sum with a known result, so that a damaged or foreign file is found out before it is relied on."""
-    x, units, out = torch.arange(15.0).view(1, 15), torch.full((3, 15), 15**-0.5).double(), torch.zeros(5, 1).double()
-    found.project(x, units, True, out)
-    expected = torch.tensor([1015.0**0.5, *[105 * 15**-0.5] * 3, 280.0**0.5]).double()
+    wide: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever tensors are elsewhere
+    x, units = torch.arange(15, dtype=torch.float32, device="cpu").view(1, 15), torch.full((3, 15), 15**-0.5, **wide)
+    found.project(x, units, True, out := torch.zeros(5, 1, **wide))
+    expected = torch.tensor([1015.0**0.5, *[105 * 15**-0.5] * 3, 280.0**0.5], **wide)
     if not torch.allclose(out[:, 0], expected, rtol=1e-6):
         raise RuntimeError(f"{found.reason} gives wrong results; delete it")

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from normgeo.kernels import cpu
 from normgeo.kernels.compiling import function
+from normgeo.kernels.plain import DTYPES
 
 __all__ = ["loaded", "scaled_by_rms"]
 
 SOURCE = Path(__file__).with_name("rms.cpp")
 LANES = (8, 16, 4)
 NARROWEST, WIDEST = 16, 1 << 15  # numbers a row; torch sums fewer, and a single row of more, in yet another order
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 TRIED = (16, 31, 64, 100, 576, 2049, 4096, 20000)
 
 
