@@ -36,6 +36,10 @@ __all__ = [
 
 PREFIX = "normgeo_"
 """What the `model_type` of a converted checkpoint begins with."""
+HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 SIZES = {
     "in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "nx": 0, "nf": 1, "out_channels": 0,
@@ -192,7 +196,8 @@ def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
     cls = {"rmsnorm": RMSNorm, "crmsnorm": CRMSNorm}[options.pop("kind")]
     own = next(old.parameters(), like)
     new = cls(**options, dtype=own.dtype, device=own.device)
-    new._forward_hooks.update(old._forward_hooks)  # it may be recentered too
+    for hooks in HOOKS:  # the user's, and it may be recentered too
+        vars(new)[hooks].update(vars(old)[hooks])
     new.train(old.training).requires_grad_(own.requires_grad)
     for name, parameter in new.named_parameters():  # where betas alone are trained, or none of them
         if isinstance(same := getattr(old, name, None), nn.Parameter):

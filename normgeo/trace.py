@@ -312,16 +312,27 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
         yield
 
 
+_switching = threading.Lock()
+_evaluated: dict[int, int] = {}  # how many are in `evaluating` of a module that was in training
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """While inside, the model is in evaluation mode; afterwards every module is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
+    with _switching:
+        changed = [module for module in model.modules() if module.training or id(module) in _evaluated]
+        for module in changed:
+            _evaluated[id(module)] = _evaluated.get(id(module), 0) + 1
     try:
         model.eval()  # which a module may refuse after others have gone into evaluation mode
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _switching:
+            for module in changed:
+                _evaluated[id(module)] -= 1
+                if not _evaluated[id(module)]:  # else another thread is not done with it
+                    del _evaluated[id(module)]
+                    module.training = True
 
 
 def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:

@@ -299,5 +299,25 @@ def test_the_embedded_model_keeps_its_loss():
     assert abs(training.evaluate(convert(model, to="naive-rmsnorm").model, tokens) - original) > 1e-5
 
 
+def test_norms_without_eps_are_converted():
+    """Which give 0 / 0 for zeros."""
+    model, ids = tiny("gpt2", layer_norm_epsilon=0.0), torch.arange(3, 17).view(2, 7)
+    conversion = convert(model)
+    assert {site.eps for site in conversion.replaced} == {0.0}
+    assert worst_error(float64_copy(model), float64_copy(conversion.model), {"input_ids": ids}) < 1e-6
+
+
+def test_hooks_on_norms_are_on_those_in_their_places():
+    model, seen = tiny("gpt2"), []
+    norm = model.transformer.h[0].ln_1
+    norm.register_forward_hook(lambda module, given, out: seen.append("plain"))
+    norm.register_forward_hook(lambda module, given, named, out: seen.append("named"), with_kwargs=True)
+    norm.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    converted = convert(model).model
+    seen.clear()
+    converted(torch.arange(3, 9).view(1, 6))
+    assert seen == ["before", "plain", "named"]
+
+
 def test_the_zoo_is_covered():
     assert set(PRE_LN) | set(RMS) | {"bert", "albert"} == set(CONFIGS)

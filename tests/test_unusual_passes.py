@@ -1,7 +1,7 @@
 """Hidden states are those of a pass as the model makes it, and of no other."""
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
 from types import MethodType
 
 import accelerate
@@ -195,3 +195,26 @@ def test_what_a_model_makes_of_a_sinks_error_leaves_the_rest_alone():
     sink = Refusing()
     observe(model, IDS, [sink], batch=4)
     assert [taken[:2] for taken in sink.taken] == [(0, "pre"), (1, "pre"), (1, "post"), (2, "pre"), (2, "post")]
+
+
+def test_a_model_in_training_mode_is_measured_by_two_threads_at_once():
+    """The one that ends first does not put it back into training while the other goes on."""
+    model = tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    expected = measure_angles(model, IDS, batch=1, progress=False).frame
+    one_began, other_began, one_ended = Event(), Event(), Event()
+
+    def one():
+        began = lambda _: one_began.set() or other_began.wait(60)  # noqa: E731
+        measure_angles(model, IDS[:2], batch=1, progress=False, on_batch=began)
+        one_ended.set()
+
+    def other():
+        assert one_began.wait(60)
+        began = lambda _: other_began.set() or one_ended.wait(60)  # noqa: E731
+        return measure_angles(model, IDS, batch=1, progress=False, on_batch=began).frame
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(one), pool.submit(other)
+        first.result()
+        np.testing.assert_array_equal(second.result().mean_deg, expected.mean_deg)
+    assert all(module.training for module in model.modules())

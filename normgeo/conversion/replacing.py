@@ -16,7 +16,10 @@ __all__ = ["affine_of", "replace_norms", "spec_of", "wide"]
 
 
 def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
-    """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x)."""
+    """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x).
+
+    Where eps is 0, f(0) is 0 / 0, and beta is what f(x) and f(-x) have in common.
+    """
     like = next(iter(norm.parameters()), torch.zeros(1, dtype=torch.float64))
     x = torch.ones(1, site.d, dtype=like.dtype, device=like.device)
     x[:, 1::2] = -1.0
@@ -24,11 +27,11 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     def act(v: Tensor) -> Tensor:
         return norm.forward(v).reshape(v.shape)  # without hooks: it may be recentered
 
-    beta = act(torch.zeros_like(x))[0]
     stored: Any = getattr(norm, "weight", None)
     centered = x - x.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
-    odd = (act(x) - act(-x))[0] / 2
+    there, back = act(x)[0], act(-x)[0]
+    beta, odd = act(torch.zeros_like(x))[0] if site.eps else (there + back) / 2, (there - back) / 2
     gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d
     for candidate in (stored, None if stored is None else stored + 1):
         if (
