@@ -74,6 +74,6 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         axes.grid(visible=False, axis="x")
     figures.legend(figure)
     devices = ", ".join(f"{d}, threads: {t}" for d, t in frame[["device", "threads"]].drop_duplicates().to_numpy())
-    passes = frame.passes.iloc[0] if "passes" in frame else "forward"  # tables of older versions have no others
+    passes = frame.passes.iloc[0]
     figure.suptitle(f"Norms alone, {passes}, their input in the cache where it fits\n{devices}", fontsize=9)
     return figure

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from normgeo.trace import Call, Trace
 
-__all__ = ["Placer", "Role"]
+__all__ = ["Placer", "Role", "parts_shared"]
 
 Role = Literal[
     "embedding", "attention", "cross_attention", "mixer", "mlp", "parallel", "post_attention", "post_cross_attention",
@@ -31,6 +31,16 @@ MIXER = re.compile(
     r"mamba|mixer|ssm|lstm|recurrent|retention|hyena|temporal|time_mix|token_mix|^conv\.|(^|\.)(gru|rnn|gla|s4d?|s6|tmix)(\.|$)",
     re.IGNORECASE,
 )
+
+
+def parts_shared(a: str, b: str) -> int:
+    """How many parts two dotted names begin with alike.
+
+    >>> parts_shared("model.encoder.layers", "model.encoder.norm")
+    2
+    """
+    pairs = zip(a.split("."), b.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclass(frozen=True)
@@ -202,14 +212,10 @@ class Placer:
         if not self._spans:
             return "final", "", 0
 
-        def shared(stack: str) -> int:
-            pairs = zip(stack.split("."), norm.name.split("."), strict=False)
-            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
         def ended(stack: str) -> int:
             return max((run.ended for run in self.trace.runs.get(stack, []) if run.ended < norm.began), default=-1)
 
-        stack = max(self._spans, key=lambda s: (shared(s), ended(s), self._spans[s][1]))
+        stack = max(self._spans, key=lambda s: (parts_shared(s, norm.name), ended(s), self._spans[s][1]))
         began, layers = self._spans[stack]
         runs = self.trace.runs.get(stack, [])
         if len({layer.name for layer in runs}) < len(runs):  # some are run again and again: those before it count

@@ -341,13 +341,6 @@ def test_a_verdict_counts_tokens_where_norms_on_heads_take_several_vectors_of_ea
         assert "| first position of a context | 7 |" in text
 
 
-def test_a_table_of_before_heads_and_dtypes_were_kept_has_its_verdict(ids, tiny, tmp_path):
-    table = measured(tiny("gpt2"), ids)
-    older = [part.drop(columns=["heads", "dtype"]) for part in (table.frame, table.sinks)]
-    AngleTable(*older).save(tmp_path)
-    assert f"\n{ids.size} tokens." in AngleTable.load(tmp_path).verdict()
-
-
 def test_one_call_of_a_shared_norm_is_selected_by_its_key(tiny):
     sites = find_sites(tiny("albert"))
     key = next(s.key for s in sites if s.call == 1)

@@ -95,10 +95,6 @@ class AngleTable:
             if not (folder / name).is_file():
                 raise DataError(f"{folder} holds no {name}; give the directory of a finished run of one step")
         frame, sinks = (read_table(folder / f"{name}.parquet") for name in ("angles", "sinks"))
-        for part in (frame, sinks):  # of before they said so
-            for column, usual in (("heads", 1), ("dtype", "float32")):
-                if column not in part:
-                    part[column] = usual
         return cls(frame, sinks)
 
     @classmethod
@@ -261,6 +257,7 @@ def _sink_rows(moments: dict[str, np.ndarray], i: int, p: int) -> Iterator[dict[
                 }
 
 
+@on_cpu
 def new_statistics(
     model: PreTrainedModel,
     sites: Sequence[NormSite],

@@ -263,7 +263,7 @@ def _plain(reader: Reader) -> nn.Linear:
 
 
 def bench_training(
-    task: Task, *, rounds: int = 100, precision: str = "no", device: str = "cpu", seed: int = 0, progress: bool = False
+    task: Task, *, rounds: int = 100, precision: str = "no", device: str = "cpu", progress: bool = False
 ) -> pd.DataFrame:
     """Time training steps of all forms, of copies without one part, and of the model without norms, interleaved.
 
@@ -276,7 +276,6 @@ def bench_training(
         rounds: how many; quartiles want 100.
         precision: mixed precision: no or bf16.
         device: cpu or a CUDA device.
-        seed: of the order.
         progress: show a progress bar.
 
     Returns:
@@ -288,20 +287,19 @@ def bench_training(
         NormGeoError: fewer than one round, no such precision, or no such device.
     """
     check_number("rounds", rounds, 1)
-    check_numbers(seed=seed)
     if precision not in MIXED:
         raise NormGeoError(f"no precision {precision!r} here; choose {' or '.join(MIXED)}")
     with _fitting(task.about["batch"], task.about["context"]):
-        return _timed(task, usable_device(device), rounds, precision, seed, progress)
+        return _timed(task, usable_device(device), rounds, precision, progress)
 
 
-def _timed(task: Task, device: str, rounds: int, precision: str, seed: int, progress: bool) -> pd.DataFrame:
+def _timed(task: Task, device: str, rounds: int, precision: str, progress: bool) -> pd.DataFrame:
     steps = _variants(task, device, precision)
     measures = {" without ".join(name): step for name, step in steps.items()}
     tokens = task.about["batch"] * task.about["context"]
     rows = []
     with progress_bar("steps", rounds * len(steps) * tokens, enabled=progress) as advance:
-        for number, name, (passes, optimizer) in interleaved(measures, rounds=rounds, seconds=math.inf, seed=seed):
+        for number, name, (passes, optimizer) in interleaved(measures, rounds=rounds, seconds=math.inf):
             form, _, without = name.partition(" without ")
             found = {"round": number, "form": form, "without": without}
             rows.append(found | {"forward_backward": passes, "optimizer": optimizer})

@@ -294,7 +294,7 @@ def _norms(frame: pd.DataFrame) -> None:
                 row["norm"], f"{1e6 * row['seconds']:.1f}", _spread(row, "ratio"), f"{row['gb_per_s']:.1f}",
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
-        passes = rows[0]["passes"] + ("" if rows[0].get("beta", True) else ", without beta")
+        passes = rows[0]["passes"] + ("" if rows[0]["beta"] else ", without beta")
         about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, threads: {rows[0]['threads']}"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
         console.print(table)

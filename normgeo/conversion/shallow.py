@@ -7,7 +7,6 @@ the last and one between, tell it for all thirty-two; a model of billions needs 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from normgeo.conversion.gauge import Gauge, Reader, Shift, find_gauge
 from normgeo.errors import ConversionError, NormGeoError
 from normgeo.models import seeded
+from normgeo.roles import parts_shared
 from normgeo.sites import NormSite
 
 __all__ = [
@@ -284,9 +284,5 @@ def _depth(site: NormSite, to: Spread) -> int:
     """The number of layers before a norm behind them: of its stack, or the list whose name is most like its own."""
     if site.stack in to.assigned:
         return len(to.assigned[site.stack])
-
-    def common(prefix: str) -> int:
-        pairs = zip(prefix.split("."), site.name.split("."), strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    return len(to.assigned[max(to.assigned, key=common)]) if to.assigned else site.layer
+    nearest = max(to.assigned, key=lambda prefix: parts_shared(prefix, site.name), default=None)
+    return site.layer if nearest is None else len(to.assigned[nearest])
