@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from tokenizers import ByteLevelBPETokenizer
 from torch.nn.functional import cross_entropy
 from training_zoo import small, trained
 
@@ -18,7 +19,7 @@ from normgeo.tokens import TokenStream
 from normgeo.training import twins
 from normgeo.training.compressed import Reader, compressed, widened
 from normgeo.training.recipe import NORMS
-from normgeo.training.twins import build_twin, evaluate, save_twin, train_tokenizer
+from normgeo.training.twins import PIECES, build_twin, evaluate, save_twin, train_tokenizer
 
 
 def test_twins_start_from_the_same_weights():
@@ -153,6 +154,17 @@ def test_a_tokenizer_is_a_function_of_its_text():
     a, b = (train_tokenizer(["some text", "more text"], 280) for _ in range(2))
     assert a.get_vocab() == b.get_vocab()
     assert a.eos_token == "<|endoftext|>"
+
+
+def test_a_long_text_is_learnt_from_in_pieces_and_alike():
+    words = np.random.default_rng(0).choice(["a", "of", "norm", "  mean", "\n\nangle,", "x" * 300, "\t"], 60_000)
+    text = " ".join(words)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([text], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    assert len(pieces := [piece[0] for piece in PIECES.finditer(text)]) > 10
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 66_000
+    assert train_tokenizer([text], 400).backend_tokenizer.to_str() == bpe._tokenizer.to_str()
 
 
 def test_the_forms_overlap_in_float32(tmp_path):

@@ -177,7 +177,8 @@ def compress(
     for name, axis in writers:
         _tensor(exact, name).narrow(axis, _tensor(exact, name).shape[axis] - 1, 1).zero_()
     for name, spec in recipe["norms"].items():
-        _renew(exact, name, spec, {"kind": "crmsnorm", "padded": True, "expand": name not in recipe["folded"]})
+        spec |= {"kind": "crmsnorm", "padded": True, "expand": name not in recipe["folded"]}
+    _renew(exact, recipe["norms"])
     for place in recipe["recenter"]:
         place[3] = "pad"
     _hooks_again(exact, recipe)
@@ -234,16 +235,15 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return getattr(model.get_submodule(owner), last)
 
 
-def _renew(exact: nn.Module, name: str, spec: dict[str, Any], change: dict[str, Any]) -> None:
-    """Change what a norm is, and keep its gamma and beta."""
-    old: Any = exact.get_submodule(name)
-    values = old.weight, old.bias
-    spec |= change
-    rebuild(exact, {"norms": {name: spec}})
-    new: Any = exact.get_submodule(name)
-    for target, value in zip((new.weight, new.bias), values, strict=True):
-        if target is not None:
-            target.copy_(value)
+def _renew(exact: nn.Module, norms: dict[str, dict[str, Any]]) -> None:
+    """Make norms anew, as they are described by now, and keep their gammas and betas."""
+    old: dict[str, Any] = {name: exact.get_submodule(name) for name in norms}
+    rebuild(exact, {"norms": norms})
+    for name, norm in old.items():
+        new: Any = exact.get_submodule(name)
+        for target, value in ((new.weight, norm.weight), (new.bias, norm.bias)):
+            if target is not None:
+                target.copy_(value)
 
 
 def _hooks_again(exact: PreTrainedModel, recipe: dict[str, Any]) -> None:
@@ -260,8 +260,9 @@ def _narrow(exact: PreTrainedModel, shifts: list[Shift], recipe: dict[str, Any])
         reshape(exact, name, value.narrow(axis, 0, value.shape[axis] - 1).clone())
     for name in recipe["scales"]:
         reshape(exact, name, _tensor(exact, name)[:-1].clone())
-    for name, spec in recipe["norms"].items():
-        _renew(exact, name, spec, {"d": spec["d"] - 1, "padded": False})
+    for spec in recipe["norms"].values():
+        spec |= {"d": spec["d"] - 1, "padded": False}
+    _renew(exact, recipe["norms"])
     for place in recipe["recenter"]:
         place[3] = "drop"
     _hooks_again(exact, recipe)
@@ -317,10 +318,11 @@ def expand(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
         value = _tensor(model, name)
         last = torch.zeros_like(value.narrow(axis, 0, 1)) + (name in recipe["scales"])
         reshape(model, name, torch.cat([value, last], axis))
-    for name, spec in recipe["norms"].items():
+    for spec in recipe["norms"].values():
         wide = spec["d"] + (not spec.pop("padded"))
         spec.pop("expand")
-        _renew(model, name, spec, {"kind": "rmsnorm", "d": wide})
+        spec |= {"kind": "rmsnorm", "d": wide}
+    _renew(model, recipe["norms"])
     for place in recipe["recenter"]:
         place[3] = "keep"
     _hooks_again(model, recipe)

@@ -240,11 +240,14 @@ class _Probe:
         self._gradients(outputs, handed, [])
         hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
         moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
-        # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked alone
-        moved = self._gradient(list(moving.values()), [use.tensor for use in handed.uses])
+        # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked alone;
+        # with other signs again, for of many layers' some look like it by chance
+        signs = torch.randint(2, (2, len(moving)), generator=self.generator).mul_(2).sub_(1).tolist()
+        sums = [[mean * sign for mean, sign in zip(moving.values(), row, strict=True)] for row in signs]
+        moved = [self._gradient(means, [use.tensor for use in handed.uses]) for means in sums]
         shown = [
-            use for use, h, m in zip(handed.uses, hidden, moved, strict=True)
-            if use.place.side == "output" and not h and reached(m) and float(ratio(m, -1)) > 2
+            use for use, h, *both in zip(handed.uses, hidden, *moved, strict=True)
+            if use.place.side == "output" and not h and all(reached(m) and float(ratio(m, -1)) > 2 for m in both)
         ]  # fmt: skip
         return {key: who for key, mean in moving.items() if (who := self._raw(mean, handed, hidden, outputs, shown))}
 
@@ -266,6 +269,7 @@ class _Probe:
         writers, scaled, readers = [], {}, []
         named = dict(self.model.named_parameters())
         own = {f"{name}.weight" for name in self.gains}
+        gains = {size: _inverted({k: v for k, v in self.gains.items() if len(v) == size}) for size in self.widths}
         for name, gradient in visible.items():
             if gradient is None or name in own:
                 continue
@@ -277,13 +281,12 @@ class _Probe:
                     if moves:
                         writers.append(Shift(name, axis))
                     continue
-                gains = {k: v for k, v in self.gains.items() if len(v) == size}
-                if (norm := self._match(gradient, axis, gains)) is not None:
+                if (norm := _match(gradient, axis, gains[size])) is not None:
                     readers.append(Reader(name, axis, norm))
-                    continue
-                scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
-                if moves and (scale := self._match(gradient, axis, scales)) is not None:
-                    scaled[Shift(name, axis)] = scale
+                elif moves:
+                    scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
+                    if (scale := _match(gradient, axis, _inverted(scales))) is not None:
+                        scaled[Shift(name, axis)] = scale
         whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
         return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
 
@@ -333,15 +336,6 @@ class _Probe:
         found = torch.stack([own(*shift) for shift, v in scaled.items() if v == scale]).sum(0)
         return float((found - wanted).norm()) <= 1e-3 * float(wanted.norm())
 
-    def _match(self, gradient: Tensor, axis: int, vectors: Mapping[str, Tensor]) -> str | None:
-        """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
-        vectors = {k: v for k, v in vectors.items() if bool((v != 0).all())}
-        if not vectors:
-            return None
-        ratios = ratio(gradient, axis, 1 / torch.stack([v.detach() for v in vectors.values()]))
-        best = int(ratios.argmin())
-        return list(vectors)[best] if float(ratios[best]) < INVISIBLE else None
-
     def _raw(
         self, mean: Tensor, handed: HandedOn, hidden: list[bool], outputs: list[Tensor], shown: list[Use]
     ) -> tuple[str, ...]:
@@ -368,3 +362,17 @@ class _Probe:
         if source is tensor or not tensor.requires_grad:
             return False
         return aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
+
+
+def _inverted(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """1/v of those of these vectors v that have no zero."""
+    return {name: 1 / v.detach() for name, v in vectors.items() if bool((v != 0).all())}
+
+
+def _match(gradient: Tensor, axis: int, inverted: Mapping[str, Tensor]) -> str | None:
+    """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
+    if not inverted:
+        return None
+    ratios = ratio(gradient, axis, torch.stack(list(inverted.values())))
+    best = int(ratios.argmin())
+    return list(inverted)[best] if float(ratios[best]) < INVISIBLE else None
