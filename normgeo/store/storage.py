@@ -22,7 +22,7 @@ import numpy as np
 
 from normgeo.errors import StoreError
 from normgeo.system import direct
-from normgeo.system.files import sync, write_synced
+from normgeo.system.files import check_folder, sync, write_synced
 from normgeo.system.memory import pages
 
 __all__ = ["Disk", "NewChunk", "Storage"]
@@ -182,9 +182,16 @@ class Disk(Storage):
         return str(Path(self.address) / name)
 
     def occupied(self) -> bool:
-        """Whether there is a file, or a directory with more in it than a lock and empty directories."""
+        """Whether there is a file, or a directory with more in it than a lock and empty directories.
+
+        Raises:
+            RunError: there is none, and none could be made.
+        """
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            return True
+        check_folder(Path(self.address), "--store")
         if not self.path.is_dir():
-            return os.path.lexists(self.path)
+            return False
         empty = lambda path: path.is_dir() and not any(path.iterdir())  # noqa: E731  (of a writer killed as it began)
         return not all(path.name in ("lock", "scratch") or empty(path) for path in self.path.iterdir())
 
