@@ -168,7 +168,7 @@ def _text_of(line: str, where: str, column: str) -> str:
     try:
         row = json.loads(line)
         text = row[column]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f'{where}: expected an object with a "{column}", received {line[:60]!r}') from error
     if text is None:  # none, as an empty one; so it is in tables
         return ""
@@ -200,7 +200,7 @@ def _parquet(path: Path, _: Opened, column: str) -> Iterator[str]:
             _check_column(path, file.schema_arrow, column)
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 yield from (text for text in batch.column(0).to_pylist() if text)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
@@ -221,7 +221,10 @@ def _saved_texts(path: Path, _: Opened, column: str) -> Iterator[str]:
         raise DataError(f"{path} is no readable data set of datasets' save_to_disk: {error}") from error
     _check_column(path, dataset.features.arrow_schema, column)
     rows = dataset.with_format(None).select_columns(column)  # it may have been saved with that of tensors, or of pandas
-    yield from (row[column] for row in rows if row[column])
+    try:
+        yield from (row[column] for row in rows if row[column])
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} holds what is no text in UTF-8: {error}") from error
 
 
 def _check_column(path: Path, schema: Any, column: str) -> None:
@@ -229,6 +232,8 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
 
     if column not in schema.names:
         raise DataError(f'{path} has no column "{column}"; its columns are {schema.names}: give it as PATH:COLUMN')
+    if schema.names.count(column) > 1:
+        raise DataError(f'{path} has more than one column "{column}"; give them names of their own')
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):  # what pandas calls a category
         kind = kind.value_type

@@ -132,9 +132,9 @@ def watched(model: nn.Module, hooks: Mapping[str, Hooks], ours: Callable[[], boo
 def _of_module(
     before: Callable[[Tensor], Any], after: Callable[[Tensor], Any], ours: Callable[[], bool]
 ) -> tuple[Any, Any]:
-    def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if ours():
-            before(args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor)))
+    def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if ours():  # while it is registered, torch may call it without kwargs in another thread
+            before(next(v for v in (*args[:1], *(kwargs or {}).values()) if isinstance(v, Tensor)))
 
     def post(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if ours():

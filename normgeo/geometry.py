@@ -88,7 +88,7 @@ def angle(x: Float[Tensor, "*batch d"], u: Float[Tensor, " d"]) -> Float[Tensor,
     """
     x = _of_size_one(x)
     unit = _scaled(_of_size_one(u.double())[None])[0].to(x)
-    along = x @ unit
+    along = (x * unit).sum(-1)  # a matrix product is of half precision under autocast
     across = torch.linalg.vector_norm(x - along[..., None] * unit, dim=-1)
     degrees = torch.rad2deg(torch.atan2(across, along))
     return torch.where((x == 0).all(-1), math.nan, degrees)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError, NormGeoError, said
 from normgeo.examples import example, max_context
 from normgeo.functional import watched
-from normgeo.models import base_model, check_model, memory_explained, on_cpu, uncompiled
+from normgeo.models import base_model, check_model, default_dtype, memory_explained, on_cpu, uncompiled
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, sites_of
 from normgeo.system.memory import memory_kept
@@ -293,7 +293,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, vocabulary: int, **option
         )
     accepted = inspect.signature(model.forward).parameters
     options |= {"use_cache": False} if "use_cache" in accepted else {}
-    with in_memory(model, batch), uncompiled():
+    with in_memory(model, batch), uncompiled(), default_dtype(model.dtype):
         ids = torch.from_numpy(batch.ids).to(model.device, non_blocking=model.device.type == "cuda")
         if "decoder_input_ids" in accepted:
             options["decoder_input_ids"] = ids

@@ -274,10 +274,12 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
     def before(name: str, module: nn.Module) -> Any:
         leaf = is_leaf(module)
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != here:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if threading.get_ident() != here:  # torch may call it without kwargs there, while it is registered here
                 return
-            call = Call(name, next(clock), _tensors([*args, *kwargs.values()]), leaf=leaf, weight=leaf and name in own)
+            call = Call(
+                name, next(clock), _tensors([*args, *(kwargs or {}).values()]), leaf=leaf, weight=leaf and name in own
+            )
             call.reads = functions.read(call.inputs)
             trace.calls.append(call)
             stack.append(call)

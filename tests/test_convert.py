@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from zoo import CONFIGS, tiny
+from zoo import CONFIGS, perturb, tiny
 
 from normgeo import convert, decompress, find_sites, load_model, load_tokenizer, load_tokens, measure_angles, optimize
 from normgeo.conversion import convert as module
@@ -317,6 +318,25 @@ def test_hooks_on_norms_are_on_those_in_their_places():
     seen.clear()
     converted(torch.arange(3, 9).view(1, 6))
     assert seen == ["before", "plain", "named"]
+
+
+@pytest.mark.parametrize("name", ["XLMRoberta", "Camembert", "Roberta"])
+def test_a_head_that_comes_before_its_table_can_stay_tied(name):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(hf, f"{name}Config")(vocab_size=96, max_position_embeddings=64, pad_token_id=1, **sizes)
+    model = perturb(getattr(hf, f"{name}ForMaskedLM")(config).eval())
+    conversion = convert(model, keep_tie=True)
+    assert conversion.recipe["heads"]
+    ids = torch.arange(3, 17).view(2, 7)
+    assert worst_error(float64_copy(model), float64_copy(conversion.model, tied=True), {"input_ids": ids}) < 1e-6
+
+
+def test_a_certificate_is_of_text_from_anywhere_and_of_no_precision_of_the_callers():
+    model, batches = tiny("gpt2"), [{"input_ids": torch.arange(3, 17).view(2, 7)}]
+    expected = convert(model, certify_on=batches).certificate
+    assert convert(model, certify_on=iter(batches)).certificate == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert convert(model, certify_on=batches).certificate == expected
 
 
 def test_the_zoo_is_covered():

@@ -6,6 +6,8 @@ import json
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from normgeo.documents import digest_of, read_documents
@@ -170,3 +172,15 @@ def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
     refused(folder, r"cannot read .*gone\.jsonl: No such file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty is a directory with no texts in it; they are .jsonl")
+
+
+def test_what_readers_trip_over_is_said(tmp_path):
+    (tmp_path / "deep.jsonl").write_text('{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    refused(tmp_path / "deep.jsonl", match=r"deep.jsonl, line 1: expected an object with a \"text\"")
+    data = pa.py_buffer(b"\xffb")
+    text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32).tobytes()), data])
+    pq.write_table(pa.table({"text": text}), tmp_path / "latin.parquet")
+    refused(tmp_path / "latin.parquet", match="latin.parquet is not a readable parquet file: 'utf-8' codec")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    refused(tmp_path / "twice.parquet", match='has more than one column "text"')

@@ -220,3 +220,12 @@ def test_what_is_not_finite_stays_so(wrong):
     x[0, 3] = wrong
     assert standardize(x).isfinite().all(-1).tolist() == [False, True]
     assert angle(x, uniform_vector(16)).isfinite().tolist() == [False, True]
+
+
+def test_angles_keep_their_precision_under_autocast():
+    x = torch.randn(5, 768, generator=torch.Generator().manual_seed(0))
+    expected = angle(x, uniform_vector(768)), rotation(x + 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = angle(x, uniform_vector(768)), rotation(x + 3)
+        assert float(angle(uniform_vector(768) * 3, uniform_vector(768))) < 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,11 +1,14 @@
 """What a run is of where its configuration does not say, and what it will cost."""
 
+import json
 import re
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from normgeo import load_tokenizer, load_tokens
 from normgeo.angles import cost, job
 from normgeo.angles.job import RunConfig
 from normgeo.errors import DataError, RunError
@@ -63,3 +66,13 @@ def test_what_is_no_whole_number_is_said(name, value):
     with pytest.raises(DataError, match=re.escape(f"{option} must be a whole number, received {value!r}")):
         check_numbers(**{name: value})
     check_numbers(**{name: np.int32(3)})
+
+
+def test_numbers_of_numpy_are_python_s(untyped):
+    config = RunConfig((NAME,), tokens=np.int64(600), context=np.int32(64), batch=np.int64(2), seed=np.uint8(3))
+    assert json.loads(json.dumps(asdict(config)))["tokens"] == 600
+    assert config == RunConfig((NAME,), tokens=600, context=64, batch=2, seed=3)
+    tokens = load_tokens("sample", load_tokenizer(NAME), context=np.int64(16))
+    assert json.loads(json.dumps(tokens.about))["context"] == 16
+    with pytest.raises(DataError, match="context must be a whole number of at least 1, received True"):
+        load_tokens("sample", load_tokenizer(NAME), context=True)

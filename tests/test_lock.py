@@ -1,14 +1,17 @@
-"""Who holds the lock of an object store, over networks that fail for a while."""
+"""Who holds the lock of a store: of an object store over networks that fail for a while."""
 
+import fcntl
 from types import SimpleNamespace
 
 import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
+from normgeo.errors import StoreError
 from normgeo.store import objects
 from normgeo.store.holder import holder
 from normgeo.store.objects import LEASE_SECONDS, Objects
+from normgeo.store.storage import Disk
 
 
 @pytest.fixture
@@ -69,3 +72,15 @@ def test_a_runs_other_processes_miss_its_lock_before_others_may_take_it_over(sto
     assert storage._lost.is_set() == (lost is not None)
     if lost is not None:
         assert lost[0] < clock[0] < lost[1]
+
+
+def test_a_lock_that_its_holder_has_just_removed_is_none(tmp_path, monkeypatch):
+    place, lock = Disk(tmp_path / "s"), fcntl.flock
+
+    def late(file, how):
+        (tmp_path / "s/lock").unlink(missing_ok=True)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(StoreError, match="another process writes"), place.writing():
+        pass

@@ -153,6 +153,13 @@ def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
         resume_capture(copy, progress=False)
 
 
+def test_what_cannot_be_removed_does_not_hide_why_a_capture_failed(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture._Capture, "write", lambda *_: (_ for _ in ()).throw(StoreError("the reason")))
+    monkeypatch.setattr(Disk, "discard", lambda self: (_ for _ in ()).throw(PermissionError("no")))
+    with pytest.raises(StoreError, match="the reason"):
+        captured(home, tmp_path / "s")
+
+
 @pytest.mark.parametrize("damage", ["gain/c.0", "gain/zarr.json", "zarr.json", "another's", "gone", "an offset"])
 def test_a_damaged_norm_is_one_line(copy, damage):
     """What comes out of a norm follows from them: a gain that is missing is not one that never was."""

@@ -19,13 +19,14 @@ import safetensors.torch
 import torch
 from training_zoo import small, stopping, text_like, trained
 
-from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.system import progress
 from normgeo.training import state as training_state
 from normgeo.training import train as training
 from normgeo.training.corpus import Shuffled
 from normgeo.training.recipe import NORMS, learning_rate
 from normgeo.training.state import latest_state
+from normgeo.training.twins import build_twin
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -84,6 +85,32 @@ def test_dropout_is_of_the_embedding_and_behind_each_branch():
     assert found == {
         "transformer.drop": 0.3, "transformer.h.0.attn.resid_dropout": 0.3, "transformer.h.0.mlp.dropout": 0.3
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", ["pre-rmsnorm", "pre-crmsnorm"])
+def test_a_model_that_would_be_saved_as_another_is_refused(norm, tmp_path):
+    recipe = small(steps=1)
+    given = build_twin(norm, recipe, 48)
+    training.Trainer(norm, recipe, Shuffled(text_like(), 16, 0), 48, tmp_path / "a", device="cpu", model=given)
+    given.config.activation_function = "relu"
+    with pytest.raises(NormGeoError, match=f"a {norm} model is saved as the GPT-2 of its recipe.* activation_function"):
+        training.Trainer(norm, recipe, Shuffled(text_like(), 16, 0), 48, tmp_path / "b", device="cpu", model=given)
+    other = build_twin(norm, small(steps=1, layers=3), 48)
+    with pytest.raises(NormGeoError, match="and this one has another shape"):
+        training.Trainer(norm, recipe, Shuffled(text_like(), 16, 0), 48, tmp_path / "b", device="cpu", model=other)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_model_that_takes_no_step_is_refused():
+    recipe, corpus = small(steps=1), Shuffled(text_like(), 16, 0)
+    with pytest.raises(DataError, match=f"has the id {corpus.largest}, beyond a vocabulary of {corpus.largest:,}"):
+        training.train("rmsnorm", recipe, corpus, corpus.largest, device="cpu")
+    frozen = build_twin("layernorm", recipe, 48).requires_grad_(False)
+    with pytest.raises(NormGeoError, match="no parameter of the model is trained"):
+        training.train("layernorm", recipe, corpus, 48, device="cpu", model=frozen)
+    short = build_twin("layernorm", small(context=8), 48)
+    with pytest.raises(DataError, match="contexts of 16 tokens are longer than the model's 8"):
+        training.train("layernorm", recipe, corpus, 48, device="cpu", model=short)
 
 
 def test_passes_of_one_step_have_dropout_of_their_own(monkeypatch):

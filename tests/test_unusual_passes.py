@@ -17,7 +17,10 @@ from zoo import tiny
 from normgeo import convert, find_sites, measure_angles, observe, wrap
 from normgeo.angles import ensemble
 from normgeo.angles.measure import new_statistics
+from normgeo.architectures import architectures
+from normgeo.architectures import tiny as tiny_architecture
 from normgeo.tokens import TokenBatch
+from normgeo.trace import Trace, _hooked
 
 IDS = np.random.default_rng(0).integers(3, 96, (4, 16))
 
@@ -218,3 +221,18 @@ def test_a_model_in_training_mode_is_measured_by_two_threads_at_once():
         first.result()
         np.testing.assert_array_equal(second.result().mean_deg, expected.mean_deg)
     assert all(module.training for module in model.modules())
+
+
+def test_a_hook_that_torch_calls_before_it_knows_of_its_arguments_does_nothing():
+    """In a thread that runs a model while another one begins to look at it."""
+    model = tiny("gpt2")
+    with _hooked(model, Trace()), ThreadPoolExecutor(1) as pool:
+        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        assert hooks
+        assert all(pool.submit(hook, model, ()).result() is None for hook in hooks)
+
+
+def test_models_that_make_constants_are_measured_in_float64():
+    """XGLM fills masks with the smallest number of its dtype, by a tensor of the default one."""
+    model = tiny_architecture(next(a for a in architectures() if a.model_type == "xglm")).double()
+    assert measure_angles(model, IDS % 50 + 3, null=0, progress=False).frame.n_tokens.max() > 50

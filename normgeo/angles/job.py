@@ -54,7 +54,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if isinstance(self.models, str):  # one, and not its letters
             object.__setattr__(self, "models", (self.models,))
-        check_numbers(**{name: getattr(self, name) for name in LEAST if hasattr(self, name)})
+        numbers = {name: getattr(self, name) for name in LEAST if getattr(self, name, None) is not None}
+        check_numbers(**numbers)
+        for name, value in numbers.items():
+            object.__setattr__(self, name, int(value))  # numpy's are none that JSON knows
         pick_dtype(self.dtype, self.device)
         if self.device_map is not None and self.device != "auto":
             raise NormGeoError(

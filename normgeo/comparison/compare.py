@@ -174,8 +174,8 @@ def compare(
     )
     frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
     about = {
-        **source.about, "tokens": int(frame.tokens.iloc[0]), "batch": batch, "null": null, "rounds": rounds,
-        "seed": seed, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        **source.about, "tokens": int(frame.tokens.iloc[0]), "batch": int(batch), "null": int(null),
+        "rounds": int(rounds), "seed": int(seed), "torch": torch.__version__, "threads": torch.get_num_threads(),
     }  # fmt: skip
     return Comparison(frame, _matched(tables), about)
 

@@ -128,7 +128,7 @@ def convert(
     check_convertible(model)
     if trainable:
         check_trainable(model)
-    check_inputs([*([] if inputs is None else [inputs]), *certify_on])
+    check_inputs([*([] if inputs is None else [inputs]), *(certify_on := list(certify_on))])
     with looking_at(outputs):
         inputs = reaching_inputs(model) if inputs is None else inputs
         if gauge is None:
@@ -346,21 +346,20 @@ def _in_dtype(
         else:
             untie(converted)
     state = _values(exact, recipe)
-    tied_too = _values(converted, recipe) | dict(converted.named_parameters(remove_duplicate=False))
     recipe["shapes"] = {  # of the axes that change: a vocabulary may be resized afterwards
         name: [None if a == b else b for a, b in zip(value.shape, state[name].shape, strict=True)]
-        for name, value in tied_too.items()
+        for name, value in _values(converted, recipe, tied_too=True).items()
         if name in state and state[name].shape != value.shape and name.rpartition(".")[0] not in recipe["norms"]
     }  # fmt: skip
     rebuild(converted, recipe)
     writers = dict(recipe.get("writers", ()))  # of a compressed model
-    for name, value in _values(converted, recipe).items():
+    named = reversed(_values(converted, recipe, tied_too=True).items())  # what is tied goes by the first of its names
+    first = {value: name for name, value in named if name.removesuffix(".weight") not in recipe.get("heads", ())}
+    for value, name in first.items():
         if name in state:
-            exactly = state[name]
-            value.copy_(rounded(exactly, writers[name], value.dtype) if name in writers else exactly)
+            value.copy_(rounded(state[name], writers[name], value.dtype) if name in writers else state[name])
     for head in recipe.get("heads", ()):
-        mean: Any = converted.get_submodule(head).mean
-        mean.copy_(exact.get_parameter(f"{head}.weight").mean(1))
+        converted.get_parameter(f"{head}.mean").copy_(exact.get_parameter(f"{head}.weight").mean(1))
     _note(converted, recipe)
     return converted
 
@@ -371,8 +370,9 @@ def _note(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
     saved_elsewhere(model)
 
 
-def _values(model: nn.Module, recipe: dict[str, Any]) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | {name: model.get_buffer(name) for name in recipe.get("tables", ())}
+def _values(model: nn.Module, recipe: dict[str, Any], tied_too: bool = False) -> dict[str, Tensor]:
+    tables = {name: model.get_buffer(name) for name in recipe.get("tables", ())}
+    return dict(model.named_parameters(remove_duplicate=not tied_too)) | tables
 
 
 def _equal(exact: PreTrainedModel, group: list[str]) -> bool:

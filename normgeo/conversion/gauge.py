@@ -135,8 +135,11 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         # a GPU adds up in whatever order; what is random differs by far more
         tolerance = 0.0 if model.device.type == "cpu" else 1e-12
         if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), tolerance):
-            name, mode = type(model).__name__, "with one seed in training" if training else "also in evaluation"
-            raise ModelError(f"{name} gives other outputs each time, {mode} mode; fix what is random")
+            mode = "with one seed in training" if training else "also in evaluation"
+            others = ", and let no other thread draw random numbers meanwhile" if training else ""
+            raise ModelError(
+                f"{type(model).__name__} gives other outputs each time, {mode} mode; fix what is random{others}"
+            )
     if not any(site.kind == "layernorm" for site in sites):
         return Gauge((), sites=sites, functions=functions)
     del exact  # as large as the model, in float64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -186,14 +187,18 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _named(part, name)
 
 
+_seeding = threading.RLock()
+
+
 @contextmanager
 def _seeded(model: nn.Module, wanted: bool) -> Iterator[None]:
     """The same random numbers each time: torch's, and NumPy's and Python's, which masks of sounds are drawn from."""
     if not wanted:
         yield
         return
-    others = random.getstate(), np.random.get_state()
-    with seeded(0, {p.device for p in model.parameters()}):
+    # the generators are the process's
+    with _seeding, seeded(0, {p.device for p in model.parameters()}):
+        others = random.getstate(), np.random.get_state()
         random.seed(0)
         np.random.seed(0)
         try:
@@ -217,7 +222,8 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in taken):
         options |= {"return_dict": True}
     try:
-        with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
+        exact = torch.autocast(model.device.type, enabled=False)  # of the caller's
+        with default_dtype(model.dtype), _seeded(model, model.training), uncompiled(), exact:
             result = model(**inputs, **options)
     except NormGeoError:
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -192,7 +192,8 @@ class _Capture:
                 return None if ranks.rank else self.finish(about)
             except NormGeoError:
                 if record is None and ranks.size == 1 and not self.storage.names("commits"):
-                    self.storage.discard()  # nothing was captured: leave nothing behind
+                    with suppress(OSError, StoreError):  # why it failed is what is to be said
+                        self.storage.discard()  # nothing was captured: leave nothing behind
                 raise
 
     @property

@@ -303,7 +303,9 @@ class Disk(Storage):
                     file.flush()
                     os.fsync(file.fileno())
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                if not os.path.samestat(os.fstat(file.fileno()), (self.path / "lock").stat()):
+                    raise BlockingIOError  # its holder has just removed it, and another made a new one
+            except (BlockingIOError, FileNotFoundError) as error:
                 raise StoreError(
                     f"another process writes {self}; wait for it to end, or give another --store"
                 ) from error

@@ -55,7 +55,7 @@ from normgeo.training.state import (
     step_of,
     weights_in,
 )
-from normgeo.training.twins import adamw, build_twin, evaluate, save_twin
+from normgeo.training.twins import adamw, build_twin, check_saved_alike, check_trains, evaluate, save_twin
 
 __all__ = ["Trainer", "train"]
 
@@ -100,6 +100,9 @@ class Trainer:
         check_sharding(norm, self.accelerator)
         end = getattr(tokenizer, "eos_token_id", None)
         built = build_twin(norm, recipe, vocabulary, end) if model is None else model
+        check_trains(built, recipe, getattr(corpus, "largest", -1))
+        if model is not None and folder is not None and norm.startswith("pre-"):
+            check_saved_alike(norm, model, recipe, vocabulary, end)
         with torch.device("meta"):
             self._empty = type(built)(built.config)
         self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]

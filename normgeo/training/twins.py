@@ -18,16 +18,30 @@ from normgeo.conversion import checkpoint
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError, NormGeoError
 from normgeo.models import TwinConfig, TwinLMHeadModel, seeded
+from normgeo.stream import check_context
 from normgeo.tokens import TokenStream
 from normgeo.trace import evaluating
 from normgeo.training.compressed import compressed, widened
 from normgeo.training.recipe import NORMS, Recipe
 
-__all__ = ["adamw", "build_twin", "evaluate", "plain_name", "save_twin", "train_tokenizer"]
+__all__ = [
+    "adamw",
+    "build_twin",
+    "check_saved_alike",
+    "check_trains",
+    "evaluate",
+    "plain_name",
+    "save_twin",
+    "train_tokenizer",
+]
 
 END = "<|endoftext|>"
 PIECES = re.compile(r"[\s\S]{1,65536}[ \n\t\r]*[^ \n\t\r]*")
 """Of a text, each before white space: a word is learnt with that which is before it."""
+ACTS_BY = (
+    "activation_function", "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head",
+)  # fmt: skip
+"""What of a configuration no shape shows."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformers.PreTrainedTokenizerFast:
@@ -77,6 +91,37 @@ def build_twin(norm: str, recipe: Recipe, vocabulary: int, end: int | None = Non
     if norm == "pre-rmsnorm":
         return convert(model, trainable=True).model
     return compressed(model) if norm == "pre-crmsnorm" else model
+
+
+def check_trains(model: PreTrainedModel, recipe: Recipe, largest: int) -> None:
+    """Refuse a model that cannot take a step of a recipe on ids up to the largest.
+
+    Raises:
+        DataError: its vocabulary is smaller, or it has positions for fewer tokens.
+        NormGeoError: none of its parameters is trained.
+    """
+    check_context(model, recipe.context)
+    rows = len(model.get_input_embeddings().weight)  # pyright: ignore
+    if largest >= rows:
+        raise DataError(f"the text has the id {largest}, beyond a vocabulary of {rows:,}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise NormGeoError("no parameter of the model is trained; call its requires_grad_() before")
+
+
+def check_saved_alike(norm: str, model: PreTrainedModel, recipe: Recipe, vocabulary: int, end: int | None) -> None:
+    """Refuse a training form that `save_twin` would save as another model: it saves that of the recipe.
+
+    Raises:
+        NormGeoError: what differs.
+    """
+    twin = build_twin(norm, recipe, vocabulary, end)
+    shapes = [{name: p.shape for name, p in each.named_parameters()} for each in (model, twin)]
+    other = [key for key in ACTS_BY if getattr(model.config, key, None) != getattr(twin.config, key)]
+    if other or shapes[0] != shapes[1]:
+        raise NormGeoError(
+            f"a {norm} model is saved as the GPT-2 of its recipe, and this one has another "
+            f"{', '.join(other) or 'shape'}; train it without a folder, and save what trainable.bake makes of it"
+        )
 
 
 def plain_name(name: str) -> str:
