@@ -25,6 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -40,6 +43,8 @@ HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+OF_WEIGHTS = BasePruningMethod, WeightNorm, SpectralNorm
+"""Hooks that make a module's weights, of which a norm in its place has plain ones."""
 
 SIZES = {
     "in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "nx": 0, "nf": 1, "out_channels": 0,
@@ -197,7 +202,7 @@ def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
     own = next(old.parameters(), like)
     new = cls(**options, dtype=own.dtype, device=own.device)
     for hooks in HOOKS:  # the user's, and it may be recentered too
-        vars(new)[hooks].update(vars(old)[hooks])
+        vars(new)[hooks].update({k: hook for k, hook in vars(old)[hooks].items() if not isinstance(hook, OF_WEIGHTS)})
     new.train(old.training).requires_grad_(own.requires_grad)
     for name, parameter in new.named_parameters():  # where betas alone are trained, or none of them
         if isinstance(same := getattr(old, name, None), nn.Parameter):

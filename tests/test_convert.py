@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn.utils.prune import random_unstructured
 from zoo import CONFIGS, perturb, tiny
 
 from normgeo import convert, decompress, find_sites, load_model, load_tokenizer, load_tokens, measure_angles, optimize
@@ -314,10 +315,12 @@ def test_hooks_on_norms_are_on_those_in_their_places():
     norm.register_forward_hook(lambda module, given, out: seen.append("plain"))
     norm.register_forward_hook(lambda module, given, named, out: seen.append("named"), with_kwargs=True)
     norm.register_forward_pre_hook(lambda module, given: seen.append("before"))
-    converted = convert(model).model
+    random_unstructured(norm, "weight", 0.3)  # a hook too, of a norm with other parameters
+    converted, ids = convert(model).model, torch.arange(3, 9).view(1, 6)
     seen.clear()
-    converted(torch.arange(3, 9).view(1, 6))
+    found = converted(ids).logits
     assert seen == ["before", "plain", "named"]
+    torch.testing.assert_close(found, model(ids).logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["XLMRoberta", "Camembert", "Roberta"])
