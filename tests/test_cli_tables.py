@@ -83,7 +83,7 @@ def test_times_of_norms_are_in_microseconds_and_of_a_copy_in_percent(printed):
     raw = pd.DataFrame([
         {"norm": name, "round": k, "seconds": t, "bytes": 3000 * NORMS[name]}
         for name, t in times.items() for k in range(3)
-    ]).assign(shape="1x2x9", d=9, dtype="float32", passes="forward", device="a", threads=1)  # fmt: skip
+    ]).assign(shape="1x2x9", d=9, dtype="float32", passes="forward", beta=True, device="a", threads=1)  # fmt: skip
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._norms, norm_summary(raw))}
     assert rows["RMSNorm"] == ["3.0", "0.750 (0.750-0.750)", "2.0", "67%"]
     assert rows["copy"] == ["2.0", "0.500 (0.500-0.500)", "3.0", "100%"]

@@ -222,8 +222,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in taken):
         options |= {"return_dict": True}
     try:
-        exact = torch.autocast(model.device.type, enabled=False)  # of the caller's
-        with default_dtype(model.dtype), _seeded(model, model.training), uncompiled(), exact:
+        with default_dtype(model.dtype), _seeded(model, model.training), uncompiled():
             result = model(**inputs, **options)
     except NormGeoError:
         raise
