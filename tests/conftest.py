@@ -27,7 +27,6 @@ import zoo
 from hypothesis import settings
 from matplotlib.figure import Figure
 
-BY_STEP = ("heat_map", "one_layer", "all_layers", "curves")
 _jaxtyped = jaxtyping.jaxtyped
 
 
@@ -222,6 +221,7 @@ def rendered():
     """Figures as users get them, in the files of a test that is not of figures."""
 
 
+BY_STEP = ("heat_map", "one_layer", "all_layers", "curves")
 BLANK = {kind: io.BytesIO() for kind in ("png", "svg")}
 for _kind, _file in BLANK.items():
     Figure((1, 1)).savefig(_file, format=_kind, dpi=10)
