@@ -88,6 +88,7 @@ def usable_device(name: str) -> str:
         why = first_line(error).rstrip(".")
         if "device type at start of device string" in why:  # and a list of all that torch has ever had
             raise ModelError(f"there is no device {device!r}; give auto, cpu, cuda, cuda:1, mps ...") from error
+        why = why.partition(". ")[0]  # a list of all backends may follow
         raise ModelError(f"cannot use the device {device!r}: {why}; give one that this machine has, as cpu") from error
     return device
 

@@ -26,6 +26,7 @@ from normgeo.bench.norms import bench_norms
 from normgeo.bench.store import bench_store
 from normgeo.bench.stream import bench_stream
 from normgeo.errors import DataError, ModelError, NormGeoError, RunError
+from normgeo.models import usable_device
 from normgeo.store.capture import CaptureConfig
 from normgeo.system.files import read_table
 from normgeo.tokens import TokenStream
@@ -140,6 +141,14 @@ def test_models_are_loaded_as_everywhere(given, dtype):
 def test_what_a_model_cannot_be_loaded_as_is_said(given):
     with pytest.raises(ModelError, match=r"no dtype 'float8'|there is no device 'gpu'|cannot use the device 'meta'"):
         load_model("embedded-layernorm", **given)
+
+
+def test_a_device_of_another_torch_is_one_sentence():
+    """Which torch ends with a list of all that it has, of 1,400 characters."""
+    with pytest.raises(
+        ModelError, match=r"^cannot use the device 'xla': .{,120}; give one that this machine has, as cpu$"
+    ):
+        usable_device("xla")
 
 
 def test_no_rounds_are_no_benchmark(tmp_path):

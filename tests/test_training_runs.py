@@ -295,6 +295,10 @@ def test_a_tokenizer_in_python_is_resumed(tmp_path):
             "--exclude takes documents (.jsonl or .txt",
         ),
         (("--data", "text.jsonl", "--tokenizer", "t", "--vocabulary", 300), "the tokenizer t has a vocabulary of its"),
+        (
+            ("--data", "text.jsonl", "--tokenizer", "nope"),
+            "cannot load the tokenizer 'nope'; give --tokenizer a directory",
+        ),
         (("--vocabulary", 300), "the tokenizer openai-community/gpt2 has a vocabulary of its own: leave out"),
     ],
 )

@@ -21,7 +21,7 @@ import accelerate
 from accelerate.utils import broadcast_object_list
 
 from normgeo.documents import KINDS, read_documents
-from normgeo.errors import DataError, NormGeoError, RunError
+from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
 from normgeo.numbers import check_number
@@ -274,11 +274,15 @@ def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> 
         path = SAMPLE if config.data == "sample" else config.data
         texts = (text for text in read_documents(path) if text not in excluded)
         return train_tokenizer(texts, config.vocabulary or VOCABULARY)
-    tokenizer = load_tokenizer(name)
+    unknown = f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id"
+    try:
+        tokenizer = load_tokenizer(name)
+    except ModelError as error:  # which is of a model, that nobody asked for
+        raise DataError(f"{unknown} that there is") from error
     if tokenizer is None and stored is not None:
         raise RunError(f"the tokenizer in {stored} is damaged; start a new run")
     if tokenizer is None:
-        raise DataError(f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id")
+        raise DataError(unknown)
     return tokenizer
 
 
