@@ -34,17 +34,57 @@ class Viewed(Block):
         return x + last
 
 
+class Masking(Block):
+    """Where texts are long its sum is written over in place before the norm reads it."""
+
+    def forward(self, x):
+        x = x + self.mixed(x)
+        if x.shape[1] > 20:
+            x.masked_fill_(torch.arange(x.shape[1])[:, None] < 9, 0.5)
+        return x + self.mlp(self.norm2(x))
+
+
+def centered(*shape):
+    half = torch.randn(*shape, D // 2)
+    return torch.cat([half, -half], -1)  # to the last bit
+
+
+class Constant(nn.Module):
+    """Gives what it has kept, as a view that is contiguous where there is one text."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = centered(1, 30)
+
+    def forward(self, x):
+        return self.kept[:, : x.shape[1]].expand(len(x), -1, -1)
+
+
+class Unmixed(Block):
+    """A block that adds what it has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = Constant()
+
+    def forward(self, x):
+        x = x + self.constant(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
 class Model(nn.Module):
     def __init__(self, block, listed):
         super().__init__()
         self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(block() for _ in range(3))
         self.final, self.head, self.listed = nn.LayerNorm(D), nn.Linear(D, 48), listed
 
-    def forward(self, ids, layers=None, skip=False):
+    def forward(self, ids, layers=None, skip=False, steer=False):
         x = self.tok(ids)
         states, early = [x] if self.listed else [], None
         for place, block in enumerate(self.blocks):
             x = block(x)
+            if steer:
+                x[:, 3:9] *= -2
             states += [x] * self.listed
             early = x if skip and not place else early
         if layers is not None:
@@ -58,9 +98,9 @@ def built(block=Block, listed=False):
     return convert(wrap(model)).model, optimize(convert(wrap(copy.deepcopy(model))).model)
 
 
-def agree(converted, optimized, **options):
-    with torch.no_grad():
-        expected, found = (model(IDS, **options)["logits"] for model in (converted, optimized))
+def agree(converted, optimized, ids=IDS, mode=torch.no_grad, **options):
+    with mode():
+        expected, found = (model(ids, **options)["logits"] for model in (converted, optimized))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -94,3 +134,72 @@ def test_views_that_are_read_later_stay_what_they_were():
     """On the short inputs that it was verified on there are none."""
     converted, optimized = built(Viewed)
     agree(converted, optimized)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_stream_that_is_changed_in_place_is_normalized_as_it_is_then(mode):
+    """By the model around the blocks, or by a block; neither is in the pass that was verified."""
+    agree(*built(), mode=mode, steer=True)
+    agree(*built(Masking), mode=mode)
+
+
+def test_what_a_branch_has_kept_is_not_written_over():
+    converted, optimized = built(Unmixed)
+    for _ in range(2):
+        agree(converted, optimized, IDS[:1])
+    assert fused_norms(optimized)
+    for one, other in zip(converted.module.blocks, optimized.module.blocks, strict=True):
+        assert torch.equal(other.constant.kept, one.constant.kept)
+
+
+def test_verifying_writes_over_nothing_that_is_kept():
+    """Of the example that it is verified on, what its branches have kept is as large."""
+    torch.manual_seed(0)
+    model = convert(wrap(perturb(Model(Unmixed, False)))).model
+    for block in model.module.blocks:
+        block.constant.kept = block.constant.kept.repeat(2, 1, 1)
+    before = [block.constant.kept.clone() for block in model.module.blocks]
+    optimize(model, {"input_ids": IDS})
+    for block, kept in zip(model.module.blocks, before, strict=True):
+        assert torch.equal(block.constant.kept, kept)
+
+
+class Given(nn.Module):
+    """A model whose blocks add what the caller gives, one after the other, as views of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(GivenBlock(place) for place in range(3))
+        self.final, self.head = nn.LayerNorm(D), nn.Linear(D, 48)
+
+    def forward(self, ids, more):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x, more["states"] if isinstance(more, dict) else more)
+        return self.head(self.final(x))
+
+
+class GivenBlock(Block):
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x, more):
+        branch = self.mixed(x)
+        x = x + more.select(0, self.place)
+        return x + (self.mlp(self.norm2(x)) + branch)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("example", [torch.float32, torch.float64])
+def test_what_the_caller_gives_is_not_written_over(example, within):
+    """Wherever in it a view begins, and though the model is verified on a copy in its own dtype."""
+    torch.manual_seed(0)
+    model = wrap(perturb(Given()))
+    more = centered(3, *IDS.shape)
+    before = more.clone()
+    converted = convert(model, inputs={"input_ids": IDS, "more": more}).model
+    optimized = optimize(copy.deepcopy(converted), {"input_ids": IDS, "more": more.to(example)})
+    agree(converted, optimized, more={"states": more} if within else more)
+    assert fused_norms(optimized)
+    assert torch.equal(more, before)

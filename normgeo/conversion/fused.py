@@ -6,20 +6,23 @@ import operator
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from normgeo.conversion.liveness import Operand
 from normgeo.errors import ConversionError
 from normgeo.kernels import norm_ops
 
-__all__ = ["NO_GRAD", "Stream", "added", "begins", "norm_forward"]
+__all__ = ["NO_GRAD", "Stream", "added", "norm_forward"]
 
 storage_users = torch._C._storage_Use_Count  # pyright: ignore
 refcount = sys.getrefcount
+is_inference = torch.is_inference_mode_enabled
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
@@ -62,12 +65,13 @@ class Stream:
         thread: the one in which a pass has begun: at the model, or at whatever part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
-        given: where the inputs are, which are the caller's.
+        given: in which memory the inputs are, which is the caller's.
         last: what a norm was given last.
         seen: the sum that a pass in mode `watch` has made last, and where.
         added_to: what it has added to, by weak references, and where.
+        addends: the memory of what it has added, and where.
         own: the sum that this mode has made, which may be added to in place.
-        ready: the norm of `own`, and `reader`, whose it is.
+        ready: the norm of `own` as it was at `version`, and `reader`, whose it is.
     """
 
     def __init__(self, inside: list[nn.Module]) -> None:
@@ -79,16 +83,18 @@ class Stream:
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
         self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
+        self.addends: list[tuple[StorageWeakRef, Any, int]] = []
         self.turns = _Turns()
         self.reset()
 
     def reset(self, *inputs: Any, thread: int | None = None) -> None:
         """Know nothing but the inputs of a pass that begins, or has ended."""
         self.thread = thread
-        self.given = {value.data_ptr() for value in inputs if isinstance(value, Tensor)}
+        self.given = set(map(_begins, _tensors(inputs)))
         self.last: Tensor | None = None
         self.own: Tensor | None = None
         self.ready: Tensor | None = None
+        self.version = 0
         self.reader: nn.Module | None = None
 
     def without_kept(self, x: Tensor | None = None) -> None:
@@ -98,9 +104,13 @@ class Stream:
                 block.normgeo_next[place] = None
 
     def forget(self) -> None:
-        """Know no longer what a pass in mode `watch` has made."""
+        """Know no longer what a pass in mode `watch` has made; write nothing over that has outlived it."""
         self.seen = None
         self.added_to.clear()
+        for memory, block, place in self.addends:
+            if not memory.expired() and (reader := block.normgeo_next.get(place)):
+                block.normgeo_next[place] = reader._replace(over=False)
+        self.addends.clear()
 
     def settle(self, model: nn.Module) -> None:
         """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
@@ -123,7 +133,16 @@ def _is(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
 
 
-def begins(tensor: Tensor) -> int:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among values, and in containers of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            yield from _tensors(value.values() if isinstance(value, dict) else value)
+
+
+def _begins(tensor: Tensor) -> int:
     """Where the memory begins that a tensor is in; 0 where it is in none of its own, as quantized weights are."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -147,7 +166,7 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
     if is_grad_enabled():
         raise ConversionError(NO_GRAD)
     stream.last, own = x, stream.own
-    if stream.reader is self and (x is own or _is(own, x)):
+    if stream.reader is self and (x is own or _is(own, x)) and own._version == stream.version:  # pyright: ignore
         z, stream.ready, stream.reader = stream.ready, None, None
         return z if x is own else z.view(x.shape)  # pyright: ignore
     if stream.mode == "watch":
@@ -163,6 +182,21 @@ def _bare(a: object) -> int:
     """How many references a function sees to what it is given and nobody holds: more where torch.compile listens."""
     x = a
     return refcount(x)
+
+
+def _summed(stream: Stream, plus: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """A + b, which is the stream's own from now on.
+
+    It is a tensor that knows when it is changed, as those of inference mode do not. So one that the code itself adds to
+    in that mode (a += b) is nobody's: its norm would not be known to be of the numbers that it has by then.
+    """
+    if plus is operator.add and is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            total = plus(a, b)
+    else:
+        total = plus(a, b)
+    stream.own = None if total.is_inference() or _begins(total) in stream.given else total
+    return total
 
 
 def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, a: Any, b: Any) -> Any:
@@ -186,7 +220,9 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
         if stream.seen is not None and _is(stream.seen[0], residual):
             stream.added_to.append((weakref.ref(residual), block, place))
         alone = of_x != "read" and refcount(x) - _bare(object()) <= (of_x == "name")
-        stream.seen = (total, block, place, alone and begins(x) not in block.normgeo_kept)
+        stream.seen = (total, block, place, alone and _begins(x) != 0)
+        if alone and _begins(x):
+            stream.addends.append((StorageWeakRef(x.untyped_storage()), block, place))
         return total
     reader, own = block.normgeo_next.get(place), stream.own
     stream.ready = stream.reader = None
@@ -194,20 +230,15 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
     alike = same or torch.result_type(residual, x) is residual.dtype
     again = of_residual == "read" and not augmented
     if reader is None or again or not alike or not (residual is own or _is(own, residual)):
-        total = plus(a, b)
-        if total.data_ptr() not in stream.given:
-            stream.own = total
-        return total
+        return _summed(stream, plus, a, b)
     bare, most = _bare(object()), block.normgeo_held.get(place, (0, 0))
     held, of_addend = refcount(residual) - bare + _views(residual), refcount(x) - bare + _views(x)
     if stream.mode == "exact":
         most = block.normgeo_held[place] = max(held, most[0]), max(of_addend, most[1])
     elif held > most[0]:  # by somebody who was not there when this was verified
-        total = plus(a, b)
-        stream.own = total
-        return total
+        return _summed(stream, plus, a, b)
     norm, inner, over = reader
-    over = over and (same or (inner and stream.narrow)) and x.data_ptr() not in stream.given
+    over = over and (same or (inner and stream.narrow)) and _begins(x) not in stream.given
     over = over and of_addend <= most[1]
     z = None
     if stream.mode == "fast":
@@ -221,5 +252,5 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
         z = norm.plain(residual) if stream.mode == "exact" else type(norm).forward(norm, residual)
         if stream.mode == "exact" and over and x.is_contiguous():
             z = x.copy_(z)
-    stream.ready, stream.reader = z, norm
+    stream.ready, stream.reader, stream.version = z, norm, residual._version
     return residual

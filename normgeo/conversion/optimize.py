@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.additions import rewritten
 from normgeo.conversion.centering import SIDE
-from normgeo.conversion.fused import NO_GRAD, Stream, added, begins, norm_forward
+from normgeo.conversion.fused import NO_GRAD, Stream, added, norm_forward
 from normgeo.conversion.probing import outputs_of, same
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
@@ -122,8 +122,7 @@ def _within(stream: Stream, module: Any, forward: Callable[..., Any], args: Any,
 # --- the mode --------------------------------------------------------------------------------------------------------
 
 OURS = {
-    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_held", "normgeo_kept",
-    "normgeo_forward",
+    "forward", "normgeo_stream", "normgeo_inner", "normgeo_next", "normgeo_held", "normgeo_forward",
     "__getstate__", "__deepcopy__",
 }  # fmt: skip
 """What the mode gives to modules, each for itself. Classes stay as they are: others share them."""
@@ -232,7 +231,7 @@ def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> st
 
 
 def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], stream: Stream) -> None:
-    inside, kept = set(map(id, stream.inside)), {0, *map(begins, (*model.parameters(), *model.buffers()))}
+    inside = set(map(id, stream.inside))
     around = [m for m in model.modules() if id(m) not in inside and any(id(part) in inside for part in m.modules())]
     around = [m for m in around if type(m).forward is not nn.Module.forward]  # a list is not called
     inner = {id(child) for block in blocks for child in block.children()}
@@ -242,10 +241,7 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
     blocks = [block for block in blocks if type(block) in fused]
     own: dict[nn.Module, dict[str, Any]] = {
         **{norm: {"forward": norm_forward, "normgeo_inner": id(norm) in inner} for norm in norms},
-        **{
-            block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_held": {}, "normgeo_kept": kept}
-            for block in blocks
-        },
+        **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_held": {}} for block in blocks},
     }
     own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
     own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
