@@ -3,16 +3,21 @@
 import numpy as np
 import pandas as pd
 import pytest
-from zoo import tiny
+from blocks import Block, D
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import perturb, tiny
 
 from analyses import efficiency
+from normgeo import wrap
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
-from normgeo.bench.inference import bench_inference
+from normgeo.bench.inference import bench_inference, summary
 from normgeo.bench.inference_models import VARIANTS
 from normgeo.bench.stream import VARIANTS as WAYS
 from normgeo.bench.stream import bench_stream
 from normgeo.bench.training import task_of
+from normgeo.cli import bench as bench_command
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.tokens import TokenStream
 
@@ -25,6 +30,64 @@ def test_norms_whose_parameters_a_block_reads_can_be_left_out():
     frame = bench_inference(tiny_architecture(ARCHITECTURES["mamba"]), variants=["no-norm", "pre-rmsnorm"], **FEW)
     assert set(frame.variant) == {"original", "no-norm", "pre-rmsnorm"}
     assert frame[frame.variant == "no-norm"].error.gt(0.01).all()
+
+
+class Named(Block):
+    """A block that gives its norms what they read by name."""
+
+    def forward(self, x):
+        x = x + self.mix(self.norm1(input=x).cumsum(1) / 20)
+        return x + self.mlp(self.norm2(input=x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(Named() for _ in range(2))
+        self.final, self.head = nn.LayerNorm(D), nn.Linear(D, 48)
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final(x))
+
+
+def test_norms_may_be_given_what_they_read_by_name():
+    frame = bench_inference(wrap(perturb(Model()), context=64), **FEW)
+    assert set(frame.variant) >= {"original", "pre-rmsnorm", "pre-rmsnorm-torch", "no-norm"}
+    assert frame.norm_seconds.gt(0).all()
+
+
+def test_rmsnorms_of_an_odd_width_have_the_gains_that_they_had():
+    config = {
+        "hidden_size": 33, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 1, "head_dim": 16,
+        "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    frame = bench_inference(perturb(LlamaForCausalLM(LlamaConfig(**config))), variants=["pre-rmsnorm"], **FEW)
+    assert frame.error.lt(1e-5).all()
+
+
+def test_cases_are_measured_once():
+    """However often they are given: two of the same name could not be told apart."""
+    model, twice = tiny("gpt2"), {"dtypes": ("float32",) * 2, "batches": (1, 1), "modes": ("eager",) * 2}
+    frame = bench_inference(model, variants=["no-norm"], **twice, **FEW | {"lengths": (8, 8)})
+    assert len(frame) == 2 * 3
+    assert len(summary(frame)) == 2
+
+
+def test_without_a_floor_there_is_no_gap_to_speak_of(capsys):
+    frame = bench_inference(tiny("gpt2"), variants=["pre-rmsnorm"], **FEW)
+    bench_command._inference(summary(frame))
+    assert "no clear gap" not in capsys.readouterr().out
+
+
+def test_a_size_is_one_whatever_lies_here(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert task_of("tiny", batch=1, context=8, vocabulary=64).about["context"] == 8
+    with pytest.raises(ModelError, match="the directory has no config"):
+        task_of("./tiny")
 
 
 def test_a_conversion_that_there_is_not_leaves_the_others():

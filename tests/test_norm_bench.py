@@ -12,6 +12,7 @@ from normgeo.bench import norms
 from normgeo.bench.norms import NORMS, SHAPES, bench_norms, norm_summary
 from normgeo.cli import main as cli
 from normgeo.errors import DataError, ModelError, NormGeoError
+from normgeo.kernels import norm_ops
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.system import timing
 
@@ -22,7 +23,7 @@ def uncompiled(monkeypatch):
 
 
 def test_every_norm_is_timed_in_every_round():
-    raw = bench_norms(((2, 3, 16), (1, 2, 9)), rounds=3, seconds=1.0)
+    raw = bench_norms(((2, 3, 16), (1, 2, 9), (2, 3, 16)), rounds=3, seconds=1.0)  # a shape given twice is one
     assert raw.groupby(["shape", "dtype"]).ngroups == 4
     here = set(NORMS) - {"Liger add + RMSNorm", "Liger RMSNorm"}
     for (shape, dtype), part in raw.groupby(["shape", "dtype"]):
@@ -65,6 +66,28 @@ def test_a_time_is_of_one_call_and_of_enough_of_them_in_a_row(monkeypatch):
     assert {name: seconds for _, name, seconds in found} == pytest.approx(takes)
     for name, each in takes.items():
         assert calls[name] * each >= 5 * norms.ENOUGH  # four rounds and the one before them
+
+
+def test_without_a_kernel_for_gradients_there_is_no_control(monkeypatch):
+    """As for widths whose gradients no registers of a GPU hold."""
+    monkeypatch.setattr(norm_ops, "takes", lambda x: True)
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+    runs = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, True, True)
+    assert "RMSNorm" in runs
+    assert "LayerNorm kernel" not in runs
+
+
+def test_without_kernels_norms_are_those_of_a_converted_model(monkeypatch):
+    """Which has what it is given without a mean: torch's LayerNorm then does as well."""
+    monkeypatch.setattr(norm_ops, "norm", lambda *_: None)
+    calls = []
+    with torch.inference_mode():
+        runs = norms._runs((2, 3, 16), torch.float32, torch.device("cpu"), 0, False, True)
+        monkeypatch.setattr(
+            torch, "native_layer_norm", lambda *a: calls.append(a) or torch.ops.aten.native_layer_norm(*a)
+        )
+        runs["RMSNorm"]()
+    assert len(calls) == 1
 
 
 class Called(TorchFunctionMode):

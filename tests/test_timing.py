@@ -31,6 +31,17 @@ def test_a_stopwatch_adds_up_calls_and_nothing_between_them(takes):
     assert watch.seconds() == watch.seconds() == 5.0
 
 
+@pytest.mark.parametrize(("kind", "waits"), [("cpu", 0), ("mps", 2), ("xpu", 2)])
+def test_other_accelerators_are_waited_for(kind, waits, takes, monkeypatch):
+    """They too are given what they do later."""
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    watch = Stopwatch(torch.device(kind))
+    watch(takes(1.0))
+    assert watch.seconds() == 1.0
+    assert waited == [torch.device(kind)] * waits
+
+
 @pytest.mark.parametrize(
     ("seconds", "rounds"), [(0.0, 3), (7.9, 3), (8.0, 4), (9.9, 4), (10.0, 5), (13.9, 6), (1000.0, 9)]
 )

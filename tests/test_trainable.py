@@ -100,6 +100,12 @@ def test_training_follows_the_original(name, changes):
     assert sum(isinstance(m, RMSNorm) for m in converted.modules()) == len(conversion.replaced) > 2
 
 
+def test_its_norms_are_what_trainers_know():
+    """Who asks for torch's LayerNorm also reads what one has."""
+    norms = [m for m in convert(tiny("gpt2"), trainable=True).model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert {(m.normalized_shape, m.elementwise_affine) for m in norms} == {((32,), True)}
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}), ("bloom", {}), ("gpt2", {})],

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
+from normgeo.bench.controls import given
 from normgeo.bench.inference_models import (
     DTYPES,
     VARIANTS,
@@ -103,7 +104,8 @@ class _Pass:
             stack.enter_context(torch.inference_mode())
             if self.autocast:
                 stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
-            result = (watch or _plainly)(self.call, **self.inputs, **self.options)
+            named = self.inputs | self.options
+            result = watch(self.call, **named) if watch else self.call(**named)
         if self.cache is not None:
             self.cache.crop(-1)  # the token that came in
         return result
@@ -148,10 +150,6 @@ def _unmasked() -> Iterator[None]:
         patch.object(masks, "is_tracing", is_tracing),
     ):
         yield
-
-
-def _plainly(call: Callable[..., Any], **inputs: Any) -> Any:
-    return call(**inputs)
 
 
 @contextlib.contextmanager
@@ -241,6 +239,8 @@ def bench_inference(
             be converted.
     """
     check_names(dtypes, phases, modes)
+    cases = dtypes, batches, lengths, phases, modes  # each once: two of one name could not be told apart
+    dtypes, batches, lengths, phases, modes = (list(dict.fromkeys(values)) for values in cases)
     check_number("rounds", rounds, 1)
     check_numbers(seed=seed)
     if not batches or not lengths:
@@ -320,8 +320,8 @@ def _inputs(model: PreTrainedModel, batch: int, length: int, phase: str) -> dict
 def _length(model: PreTrainedModel, site: NormSite, inputs: dict[str, Tensor]) -> int:
     """How many vectors of each image the norms are given."""
     shapes: list[torch.Size] = []
-    hook = model.get_submodule(site.name).register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
-    with hook, torch.inference_mode():
+    norm, note = model.get_submodule(site.name), lambda _, *of: shapes.append(given(*of).shape)
+    with norm.register_forward_pre_hook(note, with_kwargs=True), torch.inference_mode():
         model(**inputs)
     return shapes[0][1:-1].numel()
 
@@ -372,7 +372,7 @@ def summary(raw: pd.DataFrame) -> pd.DataFrame:
     `seconds` is of the whole pass, `ratio` that to the original of the same round, `share` the part of the gap between
     the original and the floor that a variant captures, (1 - ratio) / (1 - ratio of `no-norm`), of medians. `norm_*` are
     the same of the time in norms and residual additions. Each has its quartiles `*_q25` and `*_q75`. Where the floor's
-    `ratio_q75` is not below 1 the gap is within noise: `gap_clear` is False, and there is no share.
+    `ratio_q75` is not below 1, or none was timed, `gap_clear` is False, and there is no share.
     """
     same = [column for column in raw.columns if column not in MEASURED]
     parts = []

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from normgeo.bench.controls import KernelLayerNorm, given
 from normgeo.conversion.centering import SIDE
 from normgeo.conversion.convert import convert
 from normgeo.conversion.optimize import optimize
@@ -165,8 +166,9 @@ class _TorchRMSNorm(nn.Module):
         self.weight = weight if weight is None or not norm.offset else nn.Parameter(weight + norm.offset, False)
         self.bias, self.d, self.eps = norm.bias, norm.d, norm.eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **named: Any) -> Tensor:
         """Gamma * x / sqrt(|x|^2 / d + eps) + beta of x [..., d]."""
+        x = given(args, named)
         z = functional.rms_norm(x, (self.d,), self.weight, self.eps)
         return z if self.bias is None else z + self.bias
 
@@ -188,23 +190,9 @@ def _with_own_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTra
     return model
 
 
-class _KernelLayerNorm(nn.Module):
-    """A LayerNorm by this package's kernel: the control that tells RMSNorm's savings from the kernel's."""
-
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight, False), nn.Parameter(bias, False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Gamma * (x - mu) / sqrt(var + eps) + beta of x [..., d]; torch's, where no kernel takes x."""
-        z = norm_ops.norm(x, self.weight, self.bias, self.eps, 0.0, "layernorm")
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps) if z is None else z
-
-
 def _with_layernorm_kernels(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
     old = {site: model.get_submodule(site.name) for site in sites}
-    put(model, {site.name: _KernelLayerNorm(*affine_of(norm, site), site.eps) for site, norm in old.items()})
+    put(model, {site.name: KernelLayerNorm(*affine_of(norm, site), site.eps) for site, norm in old.items()})
     return model
 
 
@@ -220,8 +208,8 @@ class _NoNorm(nn.Module):
         for name, parameter in norm.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return given(args, named)
 
 
 def _without_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:

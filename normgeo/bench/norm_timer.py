@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from normgeo.bench.controls import given
 from normgeo.kernels import norm_ops
 from normgeo.system.timing import Stopwatch
 
@@ -52,11 +53,11 @@ class NormTimer(TorchFunctionMode):
         self._shapes.clear()
 
     def _of_norms(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def timed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) not in self._norms:
-                return forward(module, x, *args, **kwargs)
-            self._shapes.add(x.shape)
-            return self._alone(forward, module, x, *args, **kwargs)
+                return forward(module, *args, **kwargs)
+            self._shapes.add(given(args, kwargs).shape)
+            return self._alone(forward, module, *args, **kwargs)
 
         return timed
 
@@ -69,8 +70,12 @@ class NormTimer(TorchFunctionMode):
             return self._watch(function, *args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self._watch if func in ADDITIONS and self._residual(args) else lambda f, *a, **k: f(*a, **k)
+        call = self._watch if func in ADDITIONS and self._residual(*args, **(kwargs or {})) else _called
         return call(func, *args, **(kwargs or {}))
 
-    def _residual(self, args: tuple[Any, ...]) -> bool:
-        return all(isinstance(value, Tensor) and value.shape in self._shapes for value in args[:2])
+    def _residual(self, input: Any, other: Any = None, **_: Any) -> bool:
+        return all(isinstance(value, Tensor) and value.shape in self._shapes for value in (input, other))
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

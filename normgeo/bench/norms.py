@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from normgeo.bench.controls import KernelLayerNorm
 from normgeo.errors import ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
@@ -105,6 +106,7 @@ def bench_norms(
     if wrong := [_name(shape) for shape in shapes if min(shape) < 1 or shape[-1] < NARROWEST]:
         least = f"sizes of at least 1 and a width of at least {NARROWEST}"
         raise ModelError(f"a shape has {least}: less has no LayerNorm to compare with; received {', '.join(wrong)}")
+    shapes, dtypes = list(dict.fromkeys(shapes)), list(dict.fromkeys(dtypes))  # each once
     where = torch.device(usable_device(device))
     for shape in shapes:
         with _fitting(shape):
@@ -187,7 +189,7 @@ def _ending_in_zero(beta: Tensor | None) -> Tensor | None:
 
 def _plain(x: Tensor, gamma: Tensor, beta: Tensor | None) -> dict[str, Callable]:
     d = x.shape[-1]
-    rms, crms = _norm(RMSNorm, d, gamma, beta), _norm(CRMSNorm, d - 1, gamma, beta)
+    rms, crms = _norm(RMSNorm, d, gamma, beta, centered=True), _norm(CRMSNorm, d - 1, gamma, beta)
     crms_padded = _norm(CRMSNorm, d, gamma, _ending_in_zero(beta), padded=True)
     short = x[..., :-1].contiguous()
     torch.compiler.reset()
@@ -204,7 +206,8 @@ def _plain(x: Tensor, gamma: Tensor, beta: Tensor | None) -> dict[str, Callable]
         compiled(x)
         runs["RMSNorm compiled"] = lambda: compiled(x)
     if norm_ops.takes(x):
-        runs["LayerNorm kernel"] = lambda: norm_ops.norm(x, gamma, beta, EPS, 0.0, "layernorm")
+        kernel = KernelLayerNorm(gamma, beta, EPS)  # a module, as the others are
+        runs["LayerNorm kernel"] = lambda: kernel(x)
     return runs
 
 
@@ -262,7 +265,7 @@ def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor | None) -
     norms = {
         "layer_norm": (layer_norm, layer_norm, d, beta),
         "rms_norm": (rms_norm, rms_norm, d, beta),
-        "RMSNorm": module(RMSNorm, d, beta),
+        "RMSNorm": module(RMSNorm, d, beta, centered=True),
         "CRMSNorm padded": module(CRMSNorm, d, _ending_in_zero(beta), padded=True),
         "CRMSNorm d - 1": module(CRMSNorm, d - 1, beta),
     }
@@ -271,7 +274,7 @@ def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor | None) -
     with suppress(ModelError), compiler_explained("RMSNorm"):
         compiled(x.clone().requires_grad_(), *(v for v in (gamma, beta) if v is not None))
         norms["RMSNorm compiled"] = compiled, rms_norm, d, beta
-    if norm_ops.takes(x):
+    if norm_ops.takes(x) and kernel(x.clone().requires_grad_(), gamma, beta) is not None:
         norms["LayerNorm kernel"] = kernel, layer_norm, d, beta
     if x.device.type == "cuda":
         with suppress(ImportError):

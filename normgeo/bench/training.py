@@ -207,9 +207,10 @@ def _fitting(batch: int, context: int) -> AbstractContextManager[None]:
 
 
 def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int, named: dict[str, Any]) -> Task:
-    if size in EMBEDDED or "/" in size or Path(size).is_dir():
+    made_up = size in (*recipes.SIZES, *SIZES)  # whatever lies here by that name, which ./ goes before
+    if size in EMBEDDED or "/" in size or (Path(size).is_dir() and not made_up):
         return own(size, batch=batch, context=context, seed=seed, **named)
-    if size not in (*recipes.SIZES, *SIZES):
+    if not made_up:
         raise NormGeoError(
             f"no size {size!r}; the sizes are {', '.join((*recipes.SIZES, *SIZES))}, and a model of yours is named by "
             "its directory or hub id"

@@ -256,8 +256,8 @@ def _spread(row: dict, name: str) -> str:
     return f"{row[name]:.3f} ({row[f'{name}_q25']:.3f}-{row[f'{name}_q75']:.3f})"
 
 
-def _share(row: dict, prefix: str) -> str:
-    if row[f"{prefix}ratio"] != row[f"{prefix}ratio"]:
+def _share(row: dict, prefix: str, floor: bool) -> str:
+    if not floor or row[f"{prefix}ratio"] != row[f"{prefix}ratio"]:
         return ""
     share = row[f"{prefix}share"]
     return f"{100 * share:.0f}%" if row[f"{prefix}gap_clear"] else "no clear gap"
@@ -266,14 +266,15 @@ def _share(row: dict, prefix: str) -> str:
 def _inference(frame: pd.DataFrame) -> None:
     keys = ["dtype", "batch", "length", "phase", "mode"]
     for _, part in frame.groupby(["model", *keys], sort=False):
-        rows = part.to_dict("records")
+        rows, floor = part.to_dict("records"), "no-norm" in set(part.variant)
         names = ("ms", "ratio", "share", "norms ms", "norms ratio", "norms share", "error")
         table = Table(Column("variant", no_wrap=True), *names, box=SIMPLE)
         for row in rows:
             inside = row["norm_seconds"]
             table.add_row(
-                row["variant"], f"{1e3 * row['seconds']:.3f}", _spread(row, "ratio"), _share(row, ""),
-                "" if inside != inside else f"{1e3 * inside:.3f}", _spread(row, "norm_ratio"), _share(row, "norm_"),
+                row["variant"], f"{1e3 * row['seconds']:.3f}", _spread(row, "ratio"), _share(row, "", floor),
+                "" if inside != inside else f"{1e3 * inside:.3f}", _spread(row, "norm_ratio"),
+                _share(row, "norm_", floor),
                 f"{row['error']:.0e}",
             )  # fmt: skip
         first = rows[0]

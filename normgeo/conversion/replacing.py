@@ -16,7 +16,7 @@ __all__ = ["affine_of", "replace_norms", "spec_of", "wide"]
 
 
 def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
-    """The gamma and beta a LayerNorm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x).
+    """The gamma and beta a norm acts with, whatever it stores: f(0) is beta, and gamma follows from f(x).
 
     Where eps is 0, f(0) is 0 / 0, and beta is what f(x) and f(-x) have in common.
     """
@@ -28,8 +28,8 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
         return norm.forward(v).reshape(v.shape)  # without hooks: it may be recentered
 
     stored: Any = getattr(norm, "weight", None)
-    centered = x - x.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + site.eps)
+    seen = x - x.mean(-1, keepdim=True) if site.kind == "layernorm" else x
+    y = seen * torch.rsqrt(seen.pow(2).mean(-1, keepdim=True) + site.eps)
     there, back = act(x)[0], act(-x)[0]
     beta, odd = act(torch.zeros_like(x))[0] if site.eps else (there + back) / 2, (there - back) / 2
     gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d

@@ -67,6 +67,16 @@ def parametrized(
 class _TrainedNorm(RMSNorm, nn.LayerNorm):
     """An RMSNorm that stands for a torch LayerNorm also where trainers ask for the class, to decay no gains."""
 
+    @property
+    def normalized_shape(self) -> tuple[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As torch's has it."""
+        return (self.d,)
+
+    @property
+    def elementwise_affine(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it has a gamma."""
+        return self.weight is not None
+
 
 def _tied_already(*_: Any, **__: Any) -> None:
     """The `tie_weights` of a model in training: what is tied to a writer shares its V, under another name."""

@@ -37,6 +37,8 @@ def synchronize(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        elif device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def devices(model: nn.Module) -> set[torch.device]:
@@ -163,8 +165,10 @@ class Stopwatch:
             ended.record(torch.cuda.current_stream(self._device))
             self._events.append((began, ended))
             return result
+        synchronize(self._device)  # other accelerators too do later what they are given
         start = time.perf_counter()
         result = function(*args, **kwargs)
+        synchronize(self._device)
         self._total += time.perf_counter() - start
         return result
 
