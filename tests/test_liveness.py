@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normgeo import convert, optimize, wrap
+from normgeo.conversion.additions import rewritten
 from normgeo.conversion.liveness import operands_of
 
 CASES = {
@@ -66,6 +67,25 @@ def test_operands(case):
     function = ast.parse("def forward(self, r, x, flag, kept, z):\n" + textwrap.indent(code, "    ")).body[0]
     found = [(ast.unparse(node), " ".join(kinds)) for node, kinds in operands_of(function).items()]
     assert found == list(expected.items())
+
+
+@pytest.mark.parametrize("given", ["self, x", "self, *, x", "self, x, /", "self, *x", "self, **x"])
+def test_what_comes_in_may_have_other_names_however_it_is_given(given):
+    code = f"def forward({given}):\n    z = x\n    y = f(x) + x\n    return y, z"
+    assert [*operands_of(ast.parse(code).body[0]).values()] == [("value", "read")]
+
+
+class ByName(nn.Module):
+    def forward(self, /, x):
+        return x + 1
+
+
+def test_the_block_is_the_first_that_comes_in():
+    seen = []
+    forward = rewritten(ByName, lambda block, *told: seen.append(block) or sum(told[-2:]))
+    block = ByName()
+    assert forward(block, 2) == 3
+    assert seen == [block]
 
 
 class Named(nn.Module):

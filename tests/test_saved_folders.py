@@ -1,5 +1,6 @@
 """The folder a converted checkpoint is saved in: where it may be, what is in it, and who can read it."""
 
+import copy
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from normgeo import convert, load_model
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.cli.main import app
-from normgeo.conversion import runs
+from normgeo.conversion import runs, sharded
 from normgeo.conversion.certify import certificate_inputs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.shallow import shallow_model
@@ -311,3 +312,14 @@ def test_a_shallow_model_leaves_the_random_numbers_of_others_alone(monkeypatch):
     made = [shallow_model(type(model), model.config)[0].state_dict() for _ in range(2)]
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+
+
+def test_by_shard_a_head_that_is_untied_is_so_for_the_part_for_text():
+    """Whose own configuration would tie it again."""
+    config = hf.Blip2Config(text_config={"model_type": "opt"})
+    converted = copy.deepcopy(config)
+    for part in (converted, converted.text_config):
+        part.tie_word_embeddings = False
+    saved = sharded._config(config, converted)
+    assert config.text_config.tie_word_embeddings is False
+    assert saved.tie_word_embeddings is False

@@ -32,7 +32,7 @@ def threads():
 @pytest.fixture(scope="module")
 def cluster():
     dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
     with (
         dask.config.set({"distributed.worker.profile.enabled": False}),  # what it collects would count as the scan's
         distributed.LocalCluster(**options) as cluster,

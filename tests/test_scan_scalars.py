@@ -90,7 +90,7 @@ def test_some_sites_in_any_cut(store, tmp_path, threads, monkeypatch):
 def test_a_cluster_gives_the_same(store, tmp_path):
     distributed = pytest.importorskip("distributed")
     angles_from_store(store, null=4, scalars=tmp_path / "threads", progress=False)
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
     with distributed.LocalCluster(**options) as cluster:
         address = cluster.scheduler_address
         angles_from_store(store, null=4, scalars=tmp_path / "cluster", scheduler=address, progress=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from normgeo.conversion.liveness import operands_of
+from normgeo.conversion.liveness import operands_of, parameters
 
 __all__ = ["rewritten"]
 
@@ -23,7 +23,7 @@ class _Additions(ast.NodeTransformer):
     """Turns every a + b and a += b into a call that knows its block, its place and which of the two it is."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
-        self.block, self.count, self.operands = function.args.args[0].arg, 0, operands_of(function)
+        self.block, self.count, self.operands = parameters(function)[0], 0, operands_of(function)
 
     def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
         self.count += 1
@@ -65,7 +65,7 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
     except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+    if not isinstance(function, ast.FunctionDef) or not [*function.args.posonlyargs, *function.args.args]:
         return None
     if any(map(_private, ast.walk(function))):
         return None

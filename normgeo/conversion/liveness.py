@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-__all__ = ["Operand", "operands_of"]
+__all__ = ["Operand", "operands_of", "parameters"]
 
 Operand = Literal["read", "name", "value"]
 """Of an operand: the function may read it again; it is the value of a name that nothing reads again; or of none."""
@@ -74,7 +74,7 @@ def _aliases(function: ast.FunctionDef) -> dict[str, set[str]]:
     """For each name those that may hold the same tensor, or a view of it: assigned from it, or it from them."""
     within, alike = [n for statement in function.body for n in ast.walk(statement)], dict[str, set[str]]()
     local = {n.id for n in within if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    local |= {arg.arg for arg in function.args.args[1:]}  # neither libraries nor the block itself hand on themselves
+    local |= set(parameters(function)[1:])  # neither libraries nor the block itself hand on themselves
     for node in within:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -83,6 +83,13 @@ def _aliases(function: ast.FunctionDef) -> dict[str, set[str]]:
             together = set[str]().union(names, *(alike[name] for name in names if name in alike))
             alike |= dict.fromkeys(together, together)
     return alike
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of what a function is given, however that is given."""
+    args = function.args
+    every = (*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg)
+    return [arg.arg for arg in every if arg is not None]
 
 
 def _handed(value: ast.expr) -> set[str]:

@@ -296,8 +296,10 @@ def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> l
 
 
 def _config(config: PretrainedConfig, converted: PretrainedConfig) -> PretrainedConfig:
-    if hasattr(converted, "tie_word_embeddings"):
-        config.tie_word_embeddings = converted.tie_word_embeddings
+    """The configuration that is saved, which ties what the converted one ties: also that of a part for text."""
+    for saved, other in ((config, converted), (config.get_text_config(), converted.get_text_config())):
+        if hasattr(other, "tie_word_embeddings"):
+            saved.tie_word_embeddings = other.tie_word_embeddings
     return config
 
 
