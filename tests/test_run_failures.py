@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from zoo import tiny
 
 from normgeo import AngleTable, load_model, load_tokenizer
+from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import RunError
 
@@ -44,3 +46,39 @@ def test_models_behind_one_that_cannot_be_measured_are(tmp_path, no_figures):
     load_model("embedded-layernorm").save_pretrained(tmp_path / "bad")
     table = resume_run(out, progress=False)
     assert table.frame.model.unique().tolist() == ["embedded-rmsnorm", "bad", "embedded-layernorm"]
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch, no_figures):
+    """A run with scalars that was ended behind the second of four blocks."""
+    monkeypatch.setattr(job, "BLOCK_TOKENS", 64)
+    tiny("gpt2").save_pretrained(tmp_path / "gpt2")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (16, 16)))
+    streamed = runs.stream
+
+    def stopping(*given):
+        for number, batch in enumerate(streamed(*given)):
+            if number == 10:
+                raise KeyboardInterrupt
+            yield batch
+
+    config = RunConfig((str(tmp_path / "gpt2"),), str(tmp_path / "ids.npy"), null=4, batch=1, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "stream", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            start_run(config, tmp_path / "run", progress=False)
+    return tmp_path / "run"
+
+
+def test_scalars_of_which_some_are_gone_are_not_gone_on_with(stopped, monkeypatch):
+    """That is said before anything is measured."""
+    folder = stopped / "scalars.zarr/gpt2"
+    for gone in ("", "sites/transformer.h.1.ln_1/pre", "sites/transformer.h.0.ln_2/post/c/1/0", "tokens/id/c/0"):
+        kept = (folder / gone).rename(stopped.parent / "kept")
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "stream", lambda *_: pytest.fail("something was measured"))
+            with pytest.raises(RunError, match=r"/gpt2/.* is missing, of 128 tokens that were measured; put it back, "):
+                resume_run(stopped, progress=False)
+        kept.rename(folder / gone)
+    resume_run(stopped, progress=False)
+    assert json.loads((stopped / "run.json").read_text())["status"] == "complete"

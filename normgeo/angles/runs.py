@@ -256,6 +256,7 @@ def _measure(
         if not done:
             check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
             writer.create(statistics.directions)
+        writer.check(done)
     announce(_plan(config, job, done))
     batches = job.tokens.batches(job.n_tokens, config.batch, done)
     uncommitted = 0

@@ -36,6 +36,7 @@ from normgeo.tokens import TokenBatch
 __all__ = ["Rows", "ScalarStore", "ScalarWriter", "bytes_needed", "scalar_rows", "together"]
 
 QUANTITIES = ("norm", *NAMES)
+TOKENS = ("tokens/id", "tokens/document", "tokens/position")
 
 WHOLE: Any = {"write_empty_chunks": True}
 """Chunks of which all is zero or NaN are written as others are, so that one that is not there is missing."""
@@ -106,7 +107,7 @@ class ScalarWriter:
         sites = [site.key for site in self.sites]
         attributes = {"quantities": list(QUANTITIES), "random_norms": norms, "sites": sites}
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
-        for name in (f"tokens/{n}" for n in ("id", "document", "position")):
+        for name in TOKENS:
             self._arrays[name] = root.create_array(
                 name, shape=(self.n_tokens,), chunks=(self.block,), dtype="int64", compressors=None,
                 dimension_names=("token",), config=WHOLE,
@@ -120,6 +121,22 @@ class ScalarWriter:
                 compressors=None, dimension_names=("vector", "quantity"), config=WHOLE,
                 attributes={**asdict(site), "quantities": list(quantities)},
             )  # fmt: skip
+
+    def check(self, done: int) -> None:
+        """See that all of the first tokens is there, before others are measured that would be written behind them.
+
+        Raises:
+            RunError: it is not.
+        """
+        of_sites = (f"sites/{self.sites[i].key}/{phase}" for i, phase in _kept(self.sites))
+        ends = dict.fromkeys(TOKENS, "") | dict.fromkeys(of_sites, "/0")
+        for name, end in ends.items():
+            needed = ("zarr.json", *(f"c/{row}{end}" for row in range(-(-done // self.block))))
+            if absent := [file for file in needed if not (self.path / name / file).is_file()]:
+                raise RunError(
+                    f"{self.path / name / absent[0]} is missing, of {done:,} tokens that were measured; put it back, "
+                    "or start again in another directory"
+                )
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
         """Keep the norms and angles of the batch that has just gone through the statistics."""
