@@ -212,6 +212,8 @@ class _Functions(TorchFunctionMode):
                     owner.crosses = self._given(_storage(args[2]), owner)
         elif self.running and func in TORCHS:
             self._norm(TORCHS[func], out, function_norm(TORCHS[func], args, kwargs))
+        elif self.running and name == "native_layer_norm":  # gives means and scales too: no norm that is measured
+            self._norm(name, out[0], None)
         elif self.running and isinstance(out, Tensor):
             self._written(name, [x for x in args if isinstance(x, Tensor) and x.numel() == out.numel()], out)
         return out

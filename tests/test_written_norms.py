@@ -17,6 +17,8 @@ def mean_square(x):
 WRITTEN = {
     "layer_norm": lambda x, gain: functional.layer_norm(x, (D,), 1 + gain),
     "layer_norm, shifted": lambda x, gain: functional.layer_norm(x, (D,), bias=2 * gain),
+    "native_layer_norm": lambda x, gain: torch.native_layer_norm(x, (D,), gain, None, 1e-6)[0],
+    "native_layer_norm of torch's own": lambda x, gain: torch.ops.aten.native_layer_norm(x, (D,), gain, None, 1e-6)[0],
     "rms_norm": lambda x, gain: torch.rms_norm(x, (D,), 1 + gain, 1e-6),
     "rsqrt": lambda x, gain: gain * (x * torch.rsqrt(mean_square(x) + 1e-6)),
     "sqrt": lambda x, gain: x / torch.sqrt(mean_square(x)) * gain,
