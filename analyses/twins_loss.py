@@ -60,25 +60,27 @@ def _reports(curve: pd.DataFrame) -> pd.DataFrame:
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """The learning curves, and beside them how much more than the first the others lose, where there are several."""
+    """The learning curves, and beside them how much more than the first the others lose, once both have a loss."""
     twins = list(dict.fromkeys(frame.norm))
     loss, said = ("held_out_loss", "held-out") if frame.held_out_loss.notna().any() else ("train_loss", "training")
-    columns = ["learning curves", f"difference in {said} loss"][: len(twins)]
+    wide = frame.pivot_table(index="step", columns="norm", values=loss).reindex(columns=twins)  # of none it has none
+    more = {norm: found for norm in twins[1:] if len(found := (wide[norm] - wide[twins[0]]).dropna())}
+    columns = ["learning curves", *([f"difference in {said} loss"] if more else [])]
     figure, grid = _axes.grid([""], columns, xlabel="training step", height=2.4, sharey="none")
-    wide = frame.pivot_table(index="step", columns="norm", values=loss)
     for k, norm in enumerate(twins):
         part, label = frame[frame.norm == norm], NAMES.get(norm, norm)
         width = max(0.6, 2.4 - 1.5 * k)  # the curves coincide: the second is drawn within the first
         style = {"color": figures.PALETTE[k], "linewidth": width, "markersize": 3 + 2 * k, "markerfacecolor": "none"}
-        if loss == "held_out_loss":
+        if part.held_out_loss.notna().any():
             grid[0, 0].plot(part.step, part.held_out_loss, f"{'osD^'[k]}-", label=f"{label}, held-out", **style)
-        grid[0, 0].plot(part.step, part.train_loss, "--", label=f"{label}, training", **style)
-        if k:
-            more = (wide[norm] - wide[twins[0]]).dropna()
+        dot = "o" if len(part) == 1 else ""  # of one report there is no line
+        grid[0, 0].plot(part.step, part.train_loss, f"{dot}--", label=f"{label}, training", **style)
+        if norm in more:
             style = {"color": "0.2" if len(twins) == 2 else figures.PALETTE[k], "linewidth": 1, "markersize": 3}
-            grid[0, 1].plot(more.index, more, "D-", label=f"{label} minus {NAMES.get(twins[0], twins[0])}", **style)
+            name = f"{label} minus {NAMES.get(twins[0], twins[0])}"
+            grid[0, 1].plot(more[norm].index, more[norm], "D-", label=name, **style)
     grid[0, 0].set_ylabel("loss (nats per token)")
-    if len(twins) > 1:
+    if more:
         grid[0, 1].axhline(0, color="0.4", linewidth=0.6)
         grid[0, 1].set_ylabel("more than the first (nats)")
     figures.legend(figure)

@@ -137,5 +137,16 @@ def test_a_twin_that_was_never_evaluated_has_its_training_loss(n, rows, tmp_path
         assert frame.train_loss.iloc[-1] == pytest.approx(197.5)
     (axes,) = twins_loss.plot(frame).axes
     assert [line.get_label() for line in axes.lines] == ["RMSNorm, training"]
+    assert (axes.lines[0].get_marker() == "o") == (rows == 1)
     with pytest.raises(DataError, match="holds no curve of a training: give the directory"):
         twins_loss.compute(tmp_path)
+
+
+@pytest.mark.parametrize("evaluated", ["layernorm", "rmsnorm"])
+def test_twins_are_drawn_while_one_of_them_was_not_yet_evaluated(evaluated, tmp_path):
+    both = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    run = trained(tmp_path, **{norm: curve(11, 4 if norm == evaluated else 0, 0) for norm in both})
+    (axes,) = twins_loss.plot(twins_loss.compute(run)).axes  # nothing to subtract
+    wanted = [f"{label}, training" for label in both.values()] + [f"{both[evaluated]}, held-out"]
+    assert sorted(line.get_label() for line in axes.lines) == sorted(wanted)
+    assert all(len(line.get_xdata()) for line in axes.lines)
