@@ -26,14 +26,14 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     """Where the uniform vector lies among the random directions, before and after every norm.
 
     Raises:
-        DataError: the run was measured without random directions, or these met too few tokens.
+        DataError: a model was measured without random directions, or these met too few tokens.
     """
     frame = _source.table(run, n_tokens).frame
     frame = frame[frame.phase.isin(["pre", "post"])]
     keys = ["model", "site", "phase"]
     null = frame[frame.direction == "null"]
-    if null.empty:
-        raise DataError("the run has no null ensemble; measure again with --null 256")
+    if without := [str(model) for model in frame.model.unique() if model not in set(null.model)]:
+        raise DataError(f"there is no null ensemble of {', '.join(without)}; measure again with --null 256")
     if (met := int(null.n_tokens.min())) < LEAST_TOKENS:
         raise DataError(
             f"the random directions met {met} tokens, which tells nothing; measure more, or all with --null-every 1"

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 from zoo import tiny
 
-from analyses import branches, causal_test, irreversibility, masks, stream_cost, twins_loss
+from analyses import branches, causal_test, irreversibility, masks, null_ensemble, stream_cost, twins_loss
 from analyses.__main__ import main
+from normgeo import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, start_run
 from normgeo.errors import DataError, RunError
 
@@ -100,6 +101,19 @@ def test_scalars_that_are_not_whole_are_no_numbers(damage, tmp_path):
         chunk.unlink()
     with pytest.raises(RunError, match="is damaged: " if damage == "cut" else "1 of 1 chunks are missing; put it back"):
         masks.compute(run)
+
+
+def test_a_model_without_random_directions_is_not_left_out_without_a_word(tmp_path, ids):
+    measured = {"with": 8, "without": 0, "nor this": 0}
+    tables = [
+        measure_angles(tiny("gpt2"), ids, null=null, null_every=1, name=name, progress=False)
+        for name, null in measured.items()
+    ]
+    AngleTable.concatenated(tables).save(tmp_path)
+    with pytest.raises(DataError, match="no null ensemble of without, nor this; measure again with --null 256"):
+        null_ensemble.compute(tmp_path)
+    tables[0].save(tmp_path)
+    assert set(null_ensemble.compute(tmp_path).model) == {"with"}
 
 
 def curve(n, every, shift):
