@@ -51,22 +51,28 @@ def compute(
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """What either conversion changes, on logarithmic axes; no change at all is an open marker at the edge."""
+    """What either conversion changes, on logarithmic axes; no change at all is an open marker at the edge.
+
+    Of hidden states there is no perplexity, KL and preferred token, and of tokens that nothing follows no perplexity.
+    """
+    first = frame.iloc[0]
     panels = {
-        "|perplexity change| (%)": 100 * (frame.perplexity / frame.perplexity.iloc[0] - 1).abs(),
+        "|perplexity change| (%)": 100 * (frame.perplexity / first.perplexity - 1).abs(),
         "mean KL (nats)": frame.kl_mean,
         "other token preferred (%)": 100 * (1 - frame.top1),
-        "logits, rms error (%)": 100 * frame.error_rms_rel,
+        f"{first.output.replace('_', ' ')}, rms error (%)": 100 * frame.error_rms_rel,
     }
+    panels = {title: values for title, values in panels.items() if values.notna().all()}
     figure, grid = _axes.grid([""], list(panels), height=1.0, xlabel="", across=4)
     labels = list(frame.conversion[1:])
     for axes, values in zip(grid[0], panels.values(), strict=True):
         _changes(axes, values.to_numpy(float)[1:])
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.5, -0.7)
-    first = frame.iloc[0]
-    title = f"{first.model} without mean subtraction, against itself with it"
-    figure.suptitle(f"{title} (perplexity {first.perplexity:.2f}, {first.tokens:,} tokens)", fontsize=9)
+    perplexity = "" if np.isnan(first.perplexity) else f"perplexity {first.perplexity:.2f}, "
+    tokens = f"{first.tokens:,} token{'s' if first.tokens > 1 else ''}"
+    title = f"{first.model} without mean subtraction, against itself with it ({perplexity}{tokens})"
+    figure.suptitle(title, fontsize=9)
     return figure
 
 

@@ -49,6 +49,20 @@ def test_models_that_are_given_themselves(ids):
         irreversibility.compute([model])
 
 
+@pytest.mark.parametrize(
+    ("part", "n_tokens", "panels", "said"),
+    [
+        (lambda model: model.base_model, 100, ["last hidden state, rms error (%)"], "(100 tokens)"),
+        (lambda model: model, 1, ["mean KL (nats)", "other token preferred (%)", "logits, rms error (%)"], "(1 token)"),
+    ],
+)
+def test_what_a_model_without_a_head_or_predictions_lacks_is_not_drawn(part, n_tokens, panels, said, ids):
+    figure = causal_test.plot(causal_test.compute(part(tiny("gpt2")), ids, n_tokens))
+    assert [axes.get_title() for axes in figure.axes] == panels
+    assert all(np.isfinite(line.get_xdata()).all() for axes in figure.axes for line in axes.lines)
+    assert figure.get_suptitle().endswith(f"without mean subtraction, against itself with it {said}")
+
+
 def test_models_that_are_called_alike_are_not_one(tmp_path):
     for folder in ("a", "b"):
         tiny("gpt2").save_pretrained(tmp_path / folder / "step-10")
