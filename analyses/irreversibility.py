@@ -25,6 +25,7 @@ from torch.nn.functional import normalize
 from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
+from normgeo.errors import DataError
 from normgeo.geometry import standardize
 from normgeo.rows import on_stream
 from normgeo.sites import NormSite, find_sites
@@ -34,11 +35,27 @@ from normgeo.tokens import TokenBatch
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
 
+def _rms_standardized(x: Tensor) -> Tensor:
+    """RMSNorm's standardization sqrt(d) x / |x|, zero of the zero vector: of any length, as `standardize` is."""
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    return math.sqrt(x.shape[-1]) * normalize(x / largest, dim=-1)  # by a length of 1 or more: its floor is 1e-12
+
+
+def _products(pair: Tensor) -> Tensor:
+    x, y = pair
+    return torch.stack([x * x, y * y, x * y])
+
+
 class _Moments:
-    """Sums over tokens of every component before each norm, standardized in either way: a sink."""
+    """Means and (co)variances over tokens of every component before each norm, standardized in either way: a sink.
+
+    Batches are merged by their means (Chan et al., 1983): with sums of squares a component that is large and hardly
+    varies, as a massive activation is, would lose its variance in rounding.
+    """
 
     def __init__(self, sites: Sequence[NormSite]) -> None:
-        self.sums = [{kind: torch.zeros(5, site.d, dtype=torch.float64) for kind in NORMS} for site in sites]
+        self.means = [{kind: torch.zeros(2, site.d, dtype=torch.float64) for kind in NORMS} for site in sites]
+        self.squares = [{kind: torch.zeros(3, site.d, dtype=torch.float64) for kind in NORMS} for site in sites]
         self.tokens = [0] * len(sites)
 
     def begin(self, batch: TokenBatch) -> None: ...
@@ -49,16 +66,23 @@ class _Moments:
         if phase != "pre":
             return
         x = hidden.double().cpu()
-        self.tokens[site] += len(x)
-        for kind, y in (("layernorm", standardize(x)), ("rmsnorm", math.sqrt(x.shape[-1]) * normalize(x, dim=-1))):
-            self.sums[site][kind] += torch.stack([x.sum(0), y.sum(0), (x * x).sum(0), (y * y).sum(0), (x * y).sum(0)])
+        x = x[torch.isfinite(x).all(-1)]
+        if not (new := len(x)):
+            return
+        before, self.tokens[site] = self.tokens[site], self.tokens[site] + new
+        for kind, y in (("layernorm", standardize(x)), ("rmsnorm", _rms_standardized(x))):
+            pair = torch.stack([x, y])
+            mean = pair.mean(1)
+            apart = mean - self.means[site][kind]
+            self.means[site][kind] += apart * (new / self.tokens[site])
+            self.squares[site][kind] += _products(pair - mean[:, None]).sum(1)
+            self.squares[site][kind] += _products(apart) * (before * new / self.tokens[site])
 
     def lost(self, site: int, kind: str) -> float:
         """The share of a site's variance that no alpha and beta give back."""
-        x, y, xx, yy, xy = self.sums[site][kind] / self.tokens[site]
-        of_x, of_y, both = xx - x * x, yy - y * y, xy - x * y
+        of_x, of_y, both = self.squares[site][kind]
         told = torch.where(of_y > 0, both * both / of_y, 0.0)
-        return float((of_x - told).sum() / of_x.sum())
+        return float((of_x - told).clamp(min=0).sum() / of_x.sum())  # negative only by rounding
 
 
 def compute(
@@ -69,20 +93,32 @@ def compute(
 ) -> pd.DataFrame:
     """`lost_share` of every norm's inputs: one row for LayerNorm's standardization of them, one for RMSNorm's.
 
+    Tokens whose hidden states are not finite are left out: `n_tokens` counts the others. Where all hidden states are
+    the same, there is no share (NaN).
+
     Args:
         models: hub ids or directories, of any number of models; None is the embedded pair.
         data: what `normgeo angles` takes, or token ids; None is sample.
         n_tokens: how many; None is all there are.
         context: tokens that a model sees together; None is up to 256.
+
+    Raises:
+        DataError: a norm with fewer than two finite hidden states before it.
     """
     rows = []
     for name, model, tokens in _source.each_opened(models, data, context):
         moments = _Moments(sites := find_sites(model))
-        n = observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
+        observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
+        for site, n in zip(sites, moments.tokens, strict=True):
+            if n < 2:
+                raise DataError(
+                    f"a variance takes 2 finite hidden states, received {n} before {site.key} of {name}; give more "
+                    "tokens, or a model whose numbers are finite"
+                )
         rows += [
             {"model": name, "site": site.key, "layer": site.layer, "role": site.role,
              "stack": site.stack, "kind": site.kind, "standardization": kind, "lost_share": moments.lost(i, kind),
-             "n_tokens": n}
+             "n_tokens": moments.tokens[i]}
             for i, site in enumerate(sites) for kind in NORMS
         ]  # fmt: skip
     return pd.DataFrame(rows)

@@ -1,11 +1,14 @@
 """What scale-and-shift cannot give back: against a fit of every component, and where the answer is known."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import zoo
 
 from analyses import irreversibility
 from normgeo import find_sites, load_model, load_tokenizer, load_tokens, observe
+from normgeo.errors import DataError
 
 
 class Kept:
@@ -72,6 +75,51 @@ def test_hidden_states_that_a_norm_only_scales_lose_nothing(tiny):
         moments.take(0, "pre", torch.cat([states[20:], 0 * states[:0]]))
         found = [kind for kind in irreversibility.NORMS if abs(moments.lost(0, kind)) < 1e-12]
         assert sorted(found) == sorted(kinds)
+
+
+def exactly_lost(x, centered):
+    """The same share with more digits."""
+    x = x.numpy().astype(np.longdouble)
+    y = x - x.mean(1, keepdims=True) if centered else x
+    length = np.sqrt((y**2).sum(1, keepdims=True))
+    y = np.divide(y, length, out=np.zeros_like(y), where=length > 0)
+    x, y = x - x.mean(0), y - y.mean(0)
+    slope = (x * y).sum(0) / np.maximum((y * y).sum(0), np.finfo(np.longdouble).tiny)
+    return float(((x - slope * y) ** 2).sum() / (x**2).sum())
+
+
+@pytest.mark.parametrize(("scale", "constant"), [(1, 1e4), (1, 1e8), (1e-14, 0), (1e-30, 0), (1e30, 0)])
+def test_what_is_lost_keeps_its_digits(tiny, scale, constant):
+    """A massive activation hardly varies, tiny vectors are standardized like any others, a zero vector to zero."""
+    moments = irreversibility._Moments(sites := find_sites(tiny("gpt2"))[:1])
+    x = scale * torch.randn(90, sites[0].d, generator=torch.Generator().manual_seed(0))
+    x[7] = 0
+    if constant:
+        x[:, 3] = constant
+    for batch in (x[:20], x[20:21], x[21:]):
+        moments.take(0, "pre", batch)
+    for kind in irreversibility.NORMS:
+        found = moments.lost(0, kind)
+        assert found >= 0
+        assert found == pytest.approx(exactly_lost(x, kind == "layernorm"), rel=1e-7, abs=1e-14)
+
+
+def test_tokens_that_are_not_finite_are_left_out(ids):
+    model, some = zoo.tiny("gpt2"), np.where(ids == 5, 6, ids)
+    whole = irreversibility.compute([model], some[1:])
+    some[0] = 5
+    model.get_input_embeddings().weight.data[5] = torch.inf
+    pd.testing.assert_frame_equal(irreversibility.compute([model], some), whole)
+    assert set(whole.n_tokens) == {some[1:].size}
+
+
+def test_of_fewer_than_two_hidden_states_there_is_no_variance(ids):
+    model = zoo.tiny("gpt2")
+    with pytest.raises(DataError, match=r"takes 2 finite hidden states, received 1 before \S+ of \w+; give"):
+        irreversibility.compute([model], ids, n_tokens=1)
+    model.get_input_embeddings().weight.data[:] = torch.nan
+    with pytest.raises(DataError, match="received 0 before"):
+        irreversibility.compute([model], ids)
 
 
 def test_every_share_is_drawn(frame):
