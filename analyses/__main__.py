@@ -130,6 +130,28 @@ def _write(name: str, module: ModuleType, frame: pd.DataFrame, out: Path) -> Non
             file.replace(out / file.name)
 
 
+def _told_apart(runs: list[Path]) -> list[str]:
+    """What directories are called: by their names, or else paths; by the parts that differ where long ones end alike.
+
+    Where even these are alike once they are cut, each is numbered as it was given.
+    """
+    from normgeo.angles.runs import safe_name
+
+    short = lambda text: text if len(text) < LONGEST else f"...{text[-LONGEST:]}"  # noqa: E731
+    names = Counter(run.resolve().name for run in runs)
+    called = [short(run.resolve().name if names[run.resolve().name] == 1 else str(run)) for run in runs]
+    for label in [label for label, n in Counter(called).items() if n > 1]:
+        alike = [i for i, other in enumerate(called) if other == label]
+        parts = [runs[i].absolute().parts for i in alike]
+        for end, rest in ((0, slice(1, None)), (-1, slice(-1))):
+            while min(map(len, parts)) > 1 and len({part[end] for part in parts}) == 1:
+                parts = [part[rest] for part in parts]
+        for i, part in zip(alike, parts, strict=True):
+            called[i] = short("/".join(part))
+    n = Counter(map(safe_name, called))
+    return [f"{label}, run {i}" if n[safe_name(label)] > 1 else label for i, label in enumerate(called, start=1)]
+
+
 def together(runs: list[Path], folder: Path) -> Path:
     """One directory with the tables, and links to the scalars, of several finished runs of `normgeo angles`.
 
@@ -146,11 +168,8 @@ def together(runs: list[Path], folder: Path) -> Path:
     tables = [AngleTable.load(run) for run in runs]
     models = [list(map(str, table.frame.model.unique())) for table in tables]
     measured = Counter(safe_name(model) for found in models for model in found)
-    called = Counter(run.resolve().name for run in runs)
     renamed = []
-    for run, table, found in zip(runs, tables, models, strict=True):
-        where = run.resolve().name if called[run.resolve().name] == 1 else str(run)
-        where = where if len(where) < LONGEST else f"...{where[-LONGEST:]}"
+    for run, where, table, found in zip(runs, _told_apart(runs), tables, models, strict=True):
         names = {model: f"{model} ({where})" if measured[safe_name(model)] > 1 else model for model in found}
         parts = (part.assign(model=part.model.map(names)) for part in (table.frame, table.sinks))
         renamed.append(AngleTable(*parts))

@@ -1,6 +1,7 @@
 """Analyses of models and trainings of one's own: from a terminal, and given themselves."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -115,6 +116,29 @@ def test_scalars_that_are_not_whole_are_no_numbers(damage, tmp_path):
         chunk.unlink()
     with pytest.raises(RunError, match="is damaged: " if damage == "cut" else "1 of 1 chunks are missing; put it back"):
         masks.compute(run)
+
+
+DEEP, LONG = f"{'deep/' * 10}and-deeper/angles-of-it", "x" * 70
+
+
+@pytest.mark.parametrize(
+    ("runs", "called"),
+    [
+        ((f"one/{DEEP}", f"other/{DEEP}"), ("one", "other")),
+        ((f"one/a/{DEEP}", f"two/b/{DEEP}", "short"), ("one/a", "two/b", "short")),
+        ((f"1{LONG}", f"2{LONG}"), (f"...{LONG[:60]}, run 1", f"...{LONG[:60]}, run 2")),
+        ((f"one/{DEEP}", f"other/{DEEP}", f"b/one/{LONG}", f"b/two/{LONG}"),
+         ("one, run 1", "other", "one, run 3", "two")),
+        (("p/q/r", "p--q/r"), ("p/q/r, run 1", "p--q/r, run 2")),
+    ],
+)  # fmt: skip
+def test_runs_in_long_paths_are_told_apart_by_what_differs(runs, called, analysis, ids):
+    """By names of folders, too: the scalars of each are in one."""
+    for run in runs:
+        measure_angles(tiny("gpt2"), ids, null=0, name="m", progress=False).save(Path(run))
+        (Path(run) / "scalars.zarr/m").mkdir(parents=True)
+    frame = analysis("sinks", *(word for run in runs for word in ("--run", run)))
+    assert list(frame.model.unique()) == [f"m ({label})" for label in called]
 
 
 def test_a_model_without_random_directions_is_not_left_out_without_a_word(tmp_path, ids):
