@@ -2,7 +2,9 @@
 
 import pandas as pd
 import pytest
+from torch import nn
 
+from normgeo import measure_angles, wrap
 from normgeo.angles.verdict import scenario, summary, verdict
 from normgeo.rows import on_stream
 
@@ -126,6 +128,20 @@ def test_a_model_that_was_centered_answers_no_scenario(frame):
     assert "**Already centered**: at 4 of 4 sites" in text
     assert "**not answered** for m: at 4 of 4 sites its inputs were centered." in text
     assert "hold" not in text.replace("holds 2.500%", "")
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_what_a_layernorm_without_gain_or_bias_wrote_may_be_centered_by_nobody(ids, affine):
+    """A fresh Post-LN encoder: its final norm reads the output of one whose gamma is 1 and beta 0, or not there."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    if not affine:
+        layer.norm2 = nn.LayerNorm(32, elementwise_affine=False)
+    encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32))
+    model = wrap(nn.Sequential(nn.Embedding(int(ids.max()) + 1, 32), encoder))
+    said = measure_angles(model, ids, null=4, progress=False, name="m").verdict()
+    found = said.partition("**Already centered**: at ")[2].partition("\n")[0]
+    assert found.startswith("1 of 5 sites")
+    assert "or a LayerNorm writes there whose gamma and beta leave its output centered." in found
 
 
 def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):

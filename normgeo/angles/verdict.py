@@ -71,7 +71,10 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
-    """The sites whose inputs have no component along the uniform vector beyond rounding, as after a conversion."""
+    """The sites whose inputs have no component along the uniform vector beyond rounding, as after a conversion.
+
+    Or as behind a LayerNorm whose gamma and beta are 1 and 0, or not there.
+    """
     pre = _uniform(frame, "pre")
     eps = np.array([torch.finfo(getattr(torch, name)).eps for name in pre["dtype"]])
     limit = np.maximum(CENTERED_DEG, np.degrees(CENTERED_ROUNDINGS * eps / np.sqrt(pre.d)))
@@ -210,7 +213,8 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
                 "",
                 f"**Already centered**: at {len(centered)} of {part.site.nunique()} sites the inputs have no component "
                 "along the uniform vector beyond rounding. Someone subtracted the mean from the weights that write "
-                "there (a converted model, or a loader that centers). Angles of 90° say nothing about training here.",
+                "there (a converted model, or a loader that centers), or a LayerNorm writes there whose gamma and beta "
+                "leave its output centered. Angles of 90° say nothing about training here.",
             ]
         stream = on_stream(part)
         if aside := sorted({*part.role[~part.site.isin(stream.site)]}):
