@@ -14,7 +14,7 @@ import matplotlib
 import matplotlib.figure
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
 from normgeo.rows import SINGLE, on_stream
@@ -152,7 +152,9 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
         for column, (label, sites) in enumerate(panels):
             axes = grid[row, column]
             here = frame[frame.site.isin(sites) & (frame.phase == phase)]
-            _angle_panel(axes, here)
+            mean_angles(axes, here, "layer", apart=0.18)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            axes.margins(x=0.08)
             if row == 0:
                 axes.set_title(label.replace(": ", "\n"), fontsize=size)
             if column == 0:
@@ -167,15 +169,22 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     return figure
 
 
-def _angle_panel(axes: Axes, here: pd.DataFrame) -> None:
-    mean_angles(axes, here, "layer", apart=0.18)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.margins(x=0.08)
+class _Degrees(AutoLocator):
+    """Ticks of angles over `least` degrees or more: what differs by less may be rounding, and would fill the axis."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.least = least
+
+    def nonsingular(self, v0: float, v1: float) -> tuple[float, float]:
+        low = max(v0 - max(0.0, self.least - (v1 - v0)) / 2, min(v0, 0.0))
+        return super().nonsingular(low, max(v1, low + self.least))
 
 
 def right_angle(axes: Axes) -> None:
-    """A line where vectors are orthogonal."""
+    """A line where vectors are orthogonal, on an axis of degrees."""
     axes.axhline(90, color="0.4", linewidth=0.6, zorder=1)
+    axes.yaxis.set_major_locator(_Degrees(1.0))
 
 
 def mean_angles(
@@ -336,6 +345,7 @@ def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
         _role_lines(axes, part, looks, "rotation_deg")
+        axes.yaxis.set_major_locator(_Degrees(0.01))
     legend(figure)
     return figure
 

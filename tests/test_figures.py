@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import matplotlib.figure
 import pandas as pd
@@ -8,7 +9,7 @@ import zoo
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from analyses import _axes
+from analyses import _axes, masks
 from normgeo import compare, figures, find_sites
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.errors import DataError
@@ -271,6 +272,33 @@ def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):
             drawn_at = lines[f"random directions of width {d}: {what}"].get_ydata()
             assert drawn_at == pytest.approx(rows.groupby("layer")[column].mean().to_numpy())
     assert {"query/key: q_norm", "query/key: k_norm"} <= lines.keys()
+
+
+def rounded(rows):
+    """Angles that differ from 90 degrees by rounding, as behind norms without gamma and beta."""
+    return rows.assign(mean_deg=[90 + 1e-7 * (k % 5 - 2) for k in range(len(rows))], std_deg=1e-7)
+
+
+def spans(figure, axes):
+    """From where to where each axis of degrees goes; its numbers are the degrees, with nothing to add."""
+    figure.draw_without_rendering()
+    assert not any(panel.yaxis.get_offset_text().get_text() for panel in axes)
+    return [panel.get_ylim() for panel in axes]
+
+
+def test_rounding_does_not_fill_an_axis_of_degrees(tables, tiny, ids):
+    frame = tables["gpt2"].frame
+    rows = rounded(frame[frame.direction.isin([*figures.COLORS])])
+    rows["rotation_deg"] = [1e-7 * (k % 5) for k in range(len(rows))]
+    chosen = pd.concat([rows.assign(mask=name) for name in ("all", "late")])
+    result = compare({"a": tiny("gpt2"), "b": tiny("llama")}, ids[:2, :9], null=2, rounds=0, progress=False)
+    side_by_side = replace(result, angles=rounded(result.angles)).plot()
+    for figure in (figures.draw(rows, "angles"), masks.plot(chosen), side_by_side):
+        for low, high in spans(figure, figure.axes[:6]):
+            assert 89 < low < 89.51 < 90.49 < high < 91
+    rotation = figures.draw(rows, "rotation")
+    ((low, high),) = spans(rotation, rotation.axes)
+    assert -0.001 < low <= 0 < 0.01 <= high < 0.02
 
 
 def test_norms_of_queries_and_of_keys_have_panels_of_their_own(ids):
