@@ -1,6 +1,7 @@
 """What a comparison says in its table, and of itself."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -91,6 +92,23 @@ def test_the_figure_has_the_angles_and_metrics_of_the_table(alike, ids, monkeypa
     assert panels.keys() == metrics.keys()
     for title, values in metrics.items():
         assert panels[title] == pytest.approx(values.fillna(0).tolist()), title
+
+
+@pytest.mark.filterwarnings("error:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize(("worse", "text"), [(np.inf, "∞"), (1.234e300, "1.2e+300")])
+def test_a_perplexity_beyond_all_numbers_leaves_room_for_the_others(alike, ids, worse, text):
+    result = compare(alike, ids, **QUICK)
+    rows = result.frame.assign(perplexity=[12.0, worse], perplexity_difference=[0.0, worse])
+    result = replace(result, frame=rows)
+    (axes,) = (axes for axes in result.plot().axes if axes.get_title() == "perplexity")
+    assert [bar.get_width() for bar in axes.patches] == [12.0, 0.0 if np.isinf(worse) else worse]
+    assert [note.get_text() for note in axes.texts] == ["12.00", text]
+    axes.figure.figure.draw_without_rendering()
+    for note in axes.texts:
+        box, room = note.get_window_extent(), axes.get_window_extent()
+        assert room.x0 <= box.x0 < box.x1 <= room.x1
+    assert max(map(len, result.table(120).splitlines())) <= 120
+    assert ("inf" if np.isinf(worse) else "1.23e+300") in result.table(120)
 
 
 def test_any_number_of_models_is_drawn_beside_their_layer(ids):

@@ -77,6 +77,7 @@ def _words(row: dict) -> str:
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
+    form = form.replace("f", "g") if abs(value) >= 1e6 else form  # exp of a loss may have 300 digits
     return "" if np.isnan(value) else f"{value:{form}}{unit}"
 
 
@@ -181,7 +182,10 @@ MARKERS = "os^Dv<>P"
 
 
 def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -> None:
-    """Bars: what there is of perplexity, KL (else the error), top-1 agreement and time, a bar a model in its color."""
+    """Bars: what there is of perplexity, KL (else the error), top-1 agreement and time, a bar a model in its color.
+
+    What is infinite, as exp of a large loss, has no bar.
+    """
     wanted = {
         "perplexity": ("perplexity", 1.0, ".2f"), "kl_mean": ("mean KL to reference (nats)", 1.0, ".2g"),
         "top1": ("top-1 agreement (%)", 100.0, ".2f"), "error_rms_rel": ("rms error (%)", 100.0, ".3g"),
@@ -194,10 +198,11 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
     for axes, (column, (title, scale, form)) in zip(grid[0], shown.items(), strict=True):
         values = scale * metrics[column].to_numpy(float)
         colors = [PALETTE[k % len(PALETTE)] for k in range(len(values))]
-        axes.barh(np.arange(len(values)), np.nan_to_num(values), color=colors, height=0.7)
+        lengths = np.where(np.isfinite(values), values, 0.0)
+        axes.barh(np.arange(len(values)), lengths, color=colors, height=0.7)
         for k, value in enumerate(values):
-            text = "none" if np.isnan(value) else f"{value:{form}}"
-            axes.annotate(text, (np.nan_to_num(value), k), (2, 0), textcoords="offset points", va="center", fontsize=7)
+            text = "∞" if np.isinf(value) else _number(value, form) or "none"
+            axes.annotate(text, (lengths[k], k), (2, 0), textcoords="offset points", va="center", fontsize=7)
         axes.set_title(title)
         axes.set_yticks([])
         axes.invert_yaxis()
