@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedModel
 
+from normgeo import rows
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, safe_name, start_run
 from normgeo.angles.scalars import ScalarStore
@@ -18,6 +19,7 @@ from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import label_of, load_model, load_tokenizer
+from normgeo.sites import NormSite
 from normgeo.stream import check_context
 from normgeo.system.files import read_table
 from normgeo.tokens import TokenStream, load_tokens
@@ -93,6 +95,15 @@ def each_opened(
             )
         called.add(name)
         yield name, loaded, tokens
+
+
+def on_stream(model: PreTrainedModel, tokens: TokenStream, sites: Sequence[NormSite]) -> set[str]:
+    """Keys of the norms that read the residual stream; of norms behind branches only numbers tell, of one context."""
+    frame = pd.DataFrame([{"model": "", "site": s.key, "role": s.role, "stack": s.stack} for s in sites])
+    if frame.role.str.startswith("post_").any() and frame.role.eq("final").any():
+        ids, _ = next(iter(tokens.contexts(0)))
+        frame = measure_angles(model, ids[None], sites=sites, null=0, name="", progress=False).frame
+    return set(rows.on_stream(frame).site)
 
 
 @contextmanager

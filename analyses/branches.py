@@ -19,7 +19,6 @@ from analyses import _axes, _source
 from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError
-from normgeo.rows import on_stream
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch
@@ -34,14 +33,12 @@ BRANCHES = {
 class _Added:
     """Sums over tokens of what is added to the stream between two norms: a sink."""
 
-    def __init__(self, model: str, sites: Sequence[NormSite]) -> None:
-        about = pd.DataFrame(
-            [{"model": model, "site": i, "role": s.role, "stack": s.stack} for i, s in enumerate(sites)]
-        )
-        on = on_stream(about)
-        self.behind = {str(stack): part.role.str.startswith("post_").any() for stack, part in on.groupby("stack")}
-        on = on[(on.role != "embedding") | on["stack"].map(self.behind)]  # what such a norm reads is no stream yet
-        self.sites, self.on = sites, set(on.site)
+    def __init__(self, sites: Sequence[NormSite], on: set[str]) -> None:
+        read = {i: site for i, site in enumerate(sites) if site.key in on}
+        behind = {site.stack for site in read.values() if site.role.startswith("post_")}
+        self.behind = {site.stack: site.stack in behind for site in sites}
+        self.sites = sites  # before the first layer there is no stream yet, but where norms stand behind additions
+        self.on = {i for i, site in read.items() if site.role != "embedding" or site.stack in behind}
         self.sums: dict[tuple[int, ...], Tensor] = {}
         self.tokens: dict[tuple[int, ...], int] = {}
 
@@ -57,7 +54,7 @@ class _Added:
             return
         before, x = self.stream.get(stack), hidden.to("cpu", torch.float64)
         if phase == "pre" and before is not None and before.shape == x.shape:
-            if not self.behind[stack] and torch.equal(before, x):
+            if torch.equal(before, x):  # read again, as by a final norm behind the last of a Post-LN stack
                 self.reading[stack] += (site,)
                 return
             self._add((site,) if self.behind[stack] else self.reading[stack], before, x)
@@ -105,7 +102,8 @@ def compute(
     """
     rows = []
     for name, model, tokens in _source.each_opened(models, data, context):
-        sink = _Added(name, sites := find_sites(model))
+        sites = find_sites(model)
+        sink = _Added(sites, _source.on_stream(model, tokens, sites))
         observe(model, tokens, [sink], sites=sites, n_tokens=n_tokens)
         if not (found := sink.rows()):
             raise DataError(

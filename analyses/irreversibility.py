@@ -27,7 +27,6 @@ from normgeo import figures
 from normgeo.cards import EMBEDDED
 from normgeo.errors import DataError
 from normgeo.geometry import standardize
-from normgeo.rows import on_stream
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import observe
 from normgeo.tokens import TokenBatch
@@ -107,7 +106,7 @@ def compute(
     """
     rows = []
     for name, model, tokens in _source.each_opened(models, data, context):
-        moments = _Moments(sites := find_sites(model))
+        moments, on = _Moments(sites := find_sites(model)), _source.on_stream(model, tokens, sites)
         observe(model, tokens, [moments], sites=sites, n_tokens=n_tokens)
         for site, n in zip(sites, moments.tokens, strict=True):
             if n < 2:
@@ -118,7 +117,7 @@ def compute(
         rows += [
             {"model": name, "site": site.key, "layer": site.layer, "role": site.role,
              "stack": site.stack, "kind": site.kind, "standardization": kind, "lost_share": moments.lost(i, kind),
-             "n_tokens": moments.tokens[i]}
+             "on_stream": site.key in on, "n_tokens": moments.tokens[i]}
             for i, site in enumerate(sites) for kind in NORMS
         ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -127,7 +126,7 @@ def compute(
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share that is lost along the depth of every model, for either standardization of the same hidden states."""
-    frame = on_stream(frame)
+    frame = frame[frame.on_stream]
     frame = frame.assign(depth=_source.depth(frame))
     models = list(frame.model.unique())
     figure, grid = _axes.grid(["variance lost (%)"], models, height=2.2, xlabel=_axes.DEPTH)

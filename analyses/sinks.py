@@ -23,19 +23,21 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
     Raises:
         DataError: the run kept no groups.
     """
-    sinks = _source.table(run, n_tokens).sinks
+    table = _source.table(run, n_tokens)
+    sinks, read = table.sinks, pd.MultiIndex.from_frame(on_stream(table.frame)[["model", "site"]])
     if sinks.empty:
         raise DataError("the run reports no groups of tokens; measure again with `normgeo angles`")
+    sinks = sinks.assign(on_stream=pd.MultiIndex.from_frame(sinks[["model", "site"]]).isin(read))
     keep = (sinks.phase == "pre") & (sinks.direction == "uniform")
     columns = ["model", "site", "layer", "role", "kind", "stack", "tokens", "mean_deg", "std_deg", "mean_norm",
-               "energy_share", "n_tokens"]  # fmt: skip
+               "energy_share", "n_tokens", "on_stream"]  # fmt: skip
     return sinks.loc[keep, columns].reset_index(drop=True)
 
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle and norm along the depth of the residual stream, a column per model, and of several stacks per stack."""
-    frame = on_stream(frame)
+    frame = frame[frame.on_stream]
     stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
     figure, grid = _axes.grid(["angle to uniform (degrees)", "mean norm"], list(stacks), xlabel=_axes.DEPTH)
     for column, rows in enumerate(stacks.values()):

@@ -5,9 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from zoo import tiny
+from torch import nn
+from zoo import perturb, tiny
 
-from analyses import branches
+from analyses import branches, irreversibility, sinks
+from normgeo import measure_angles, wrap
 
 BRANCHES = {  # what is added to the stream, by the model's own modules, and the stream itself
     "gpt2": {"attention": ["transformer.h.{}.attn"], "mlp": ["transformer.h.{}.mlp"]},
@@ -55,6 +57,31 @@ def test_what_is_added_is_what_the_branches_give(name, ids):
         for column, values in expected.items():
             assert row[column] == pytest.approx(values.mean().item(), rel=1e-6), (row["site"], column)
         assert row["n_tokens"] == tokens.numel()
+
+
+class Encoder(nn.Module):
+    """Post-LN, with a final norm behind the last of its norms."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.tok, self.encoder = nn.Embedding(96, 32), nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32))
+
+    def forward(self, ids):
+        return self.encoder(self.tok(ids))
+
+
+def test_norms_behind_additions_are_on_the_stream_though_a_final_one_comes_behind_them(ids, tmp_path):
+    """Which numbers tell, of which these tables have not all."""
+    torch.manual_seed(0)
+    model = wrap(perturb(Encoder()))
+    names = [f"module.encoder.layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)]
+    assert branches.compute([model], ids).site.tolist() == names[1:]  # before the first there is no stream
+    lost = irreversibility.compute([model], ids)
+    assert list(dict.fromkeys(lost.site[lost.on_stream])) == [*names, "module.encoder.norm"]
+    measure_angles(model, ids, null=0, progress=False).save(tmp_path / "run")
+    apart = sinks.compute(tmp_path / "run")
+    assert list(dict.fromkeys(apart.site[apart.on_stream])) == [*names, "module.encoder.norm"]
 
 
 def test_streams_of_encoder_and_decoder_are_apart(ids):
