@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import matplotlib.figure
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
@@ -50,7 +51,6 @@ ROLE_LABELS = {
     "post_mlp": "post-MLP", "post_cross_attention": "post-cross-attention", "qk": "query/key", "inner": "inner",
     "mixer": "pre-mixer", "post_mixer": "post-mixer", "head": "head",
 }  # fmt: skip
-
 
 _drawing = threading.RLock()
 P = ParamSpec("P")
@@ -302,6 +302,11 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     pre = frame[frame.phase == "pre"]
     looks = styles(pre[pre.direction == "uniform"])
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
+    if (pre.energy_share == 0).any():  # as of a centered model; a logarithmic axis would not show it
+        share = max(min(pre.energy_share[pre.energy_share > 0], default=1e-3), 1e-9)  # less is rounding
+        least = 10 ** np.floor(np.log10(share))
+        panels[0][0].set_yscale("symlog", linthresh=least, subs=range(2, 10))
+        panels[0][0].update_datalim([(0, least)], updatex=False)
     for axes, _, part in panels:
         null = part[part.direction == "null"]
         greys = dict(zip(sorted(part.d.unique()), ("0.5", "0.7", "0.3"), strict=False))

@@ -274,6 +274,20 @@ def test_the_null_of_energies_is_of_the_width_of_the_norm(ids):
     assert {"query/key: q_norm", "query/key: k_norm"} <= lines.keys()
 
 
+@pytest.mark.parametrize("others", ["gpt2", "null", "none"])
+def test_energies_of_zero_are_at_the_bottom_of_the_axis(tables, others):
+    """As of a centered model, beside another, random directions or nothing."""
+    frame, uniform = tables["llama"].frame, tables["llama"].frame.direction == "uniform"
+    zeros = frame.assign(energy_share=frame.energy_share.where(~uniform, 0.0))[uniform | (others != "none")]
+    figure = figures.draw(pd.concat([zeros, tables["gpt2"].frame] if others == "gpt2" else [zeros]), "energy")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert [y for line in axes.lines if "random" not in line.get_label() for y in line.get_ydata()] == [0.0] * 5
+    assert dict(zip(axes.get_yticks(), [text.get_text() for text in axes.get_yticklabels()], strict=True))[0.0] == "0%"
+    _, low, _, high = axes.get_window_extent().extents
+    assert low + 3 < axes.transData.transform((0, 0))[1] < (9 * low + high) / 10
+
+
 def rounded(rows):
     """Angles that differ from 90 degrees by rounding, as behind norms without gamma and beta."""
     return rows.assign(mean_deg=[90 + 1e-7 * (k % 5 - 2) for k in range(len(rows))], std_deg=1e-7)
