@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 from zoo import perturb, tiny
 
-from normgeo import convert, find_sites, optimize, wrap
+from normgeo import convert, find_gauge, find_sites, optimize, wrap
+from normgeo.conversion.gauge import Shift
 from normgeo.errors import ConversionError, ModelError
 
 IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
@@ -75,6 +76,19 @@ def test_what_chooses_by_what_a_norm_gives_is_converted():
     converted = convert(wrap(copy.deepcopy(model))).model
     with torch.no_grad():
         torch.testing.assert_close(converted(IDS)["logits"], model(IDS), rtol=1e-4, atol=1e-5)
+
+
+class Twice(Block):
+    """Its MLP is given what a function normalizes once more."""
+
+    def forward(self, x):
+        x = x + self.mixed(x)
+        return x + self.mlp(functional.layer_norm(self.norm2(x), (D,)))
+
+
+def test_what_moves_no_mean_is_no_writer():
+    """No output sees a shift of what the function's norm makes of it, nor does any norm of a module."""
+    assert Shift("module.blocks.0.mlp.0.weight", 1) not in find_gauge(wrap(built(Twice))).writers
 
 
 def test_norms_may_be_given_hidden_states_by_name():
