@@ -7,12 +7,13 @@ import torch
 import transformers as hf
 import zoo
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from normgeo import convert, find_gauge
 from normgeo.architectures import architectures, tiny
 from normgeo.conversion import shallow
 from normgeo.conversion.probing import float64_copy, outputs_of
-from normgeo.conversion.reaching import reaching_inputs, without_effect
+from normgeo.conversion.reaching import reaching_inputs, shows_shifts, without_effect
 from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.examples import example_inputs
 
@@ -194,6 +195,16 @@ def test_experts_that_no_token_reached_are_converted_as_those_beside_them(to):
     assert worst(conversion, model, ids) < 1e-14
 
 
+def test_experts_beside_which_others_do_different_things_are_left_alone():
+    model = Routed(hf.GPT2Config(vocab_size=96))
+    for expert in model.experts[1::2]:
+        expert[2] = Conv1D(32, 48)  # whose weight has its axes the other way round
+    gauge = find_gauge(zoo.perturb(model.double().eval()))
+    unreached = {name for name in gauge.unreached if name.endswith("2.weight")}
+    assert unreached
+    assert not unreached & {shift.parameter for shift in gauge.writers}
+
+
 class Two(hf.PreTrainedModel):
     config_class = hf.GPT2Config
 
@@ -215,6 +226,13 @@ def test_effects_are_found_one_by_one_and_values_put_back():
     assert without_effect(model, ["used", "idle", "gated"], [small, large]) == ("idle",)
     assert without_effect(model, [], [small]) == ()
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_shifts_are_put_back_though_they_are_two_of_one_matrix():
+    model = float64_copy(zoo.tiny("gpt2"))
+    before, name = {name: p.clone() for name, p in model.named_parameters()}, "transformer.h.0.attn.c_proj.weight"
+    shows_shifts(model, [(name, 0), (name, 1)], example_inputs(model))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_inputs_of_a_large_model_are_those_that_are_given(monkeypatch):
