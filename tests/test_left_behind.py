@@ -10,6 +10,7 @@ import torch
 import zoo
 from torch.nn.utils import prune
 from training_zoo import small
+from transformers import GPT2Config, GPT2Model
 
 from analyses import models_table
 from normgeo import convert, find_gauge, find_sites, load_model
@@ -20,6 +21,7 @@ from normgeo.behaviour import behaviour_of
 from normgeo.conversion import optimize as optimizing
 from normgeo.conversion import tables
 from normgeo.conversion.optimize import fused_norms, optimize
+from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.tables import written_by_tables
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.tokens import TokenBatch, TokenStream
@@ -66,7 +68,7 @@ def test_a_norm_that_is_recentered_stays_a_norm(tiny):
 @pytest.mark.parametrize("do", [
     lambda: build_twin("layernorm", small(), 48), lambda: build_twin("rmsnorm", small(), 48),
     lambda: build_twin("pre-crmsnorm", small(), 48), lambda: by_type("gpt2"), lambda: find_gauge(by_type("m2m_100")),
-    lambda: convert(by_type("gpt2")),
+    lambda: convert(by_type("gpt2")), lambda: shallow_model(GPT2Model, GPT2Config(n_embd=32, n_head=4, n_layer=5)),
 ])  # fmt: skip
 def test_no_random_numbers_are_taken(do):
     torch.manual_seed(5)
