@@ -1,9 +1,11 @@
 """The fused inference mode gives what the converted model gives, or refuses."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -99,6 +101,33 @@ def test_under_autocast_the_stream_is_wider_than_what_is_added_and_fused_all_the
     assert [z.dtype for z in calls] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
+def test_it_is_compared_under_no_precision_of_the_callers(converted):
+    model, seen = converted("gpt2").double(), set()
+    model.lm_head.register_forward_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        optimize(model)
+    assert seen == {False}
+
+
+class Wide(nn.Module):
+    """It does not run under autocast."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("in single precision alone")
+        return self.inner(x)
+
+
+def test_a_model_that_does_not_run_under_autocast_is_fused_too(converted):
+    model = converted("gpt2")
+    model.transformer.h[0].mlp = Wide(model.transformer.h[0].mlp)
+    assert len(fused_norms(optimize(model))) == FUSED["gpt2"]
+
+
 @torch.no_grad()
 def test_generate_gives_the_same_tokens(converted):
     model, ids = converted("gpt2"), torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -147,6 +176,16 @@ def test_pickled_it_is_the_converted_model_that_it_was(name, converted):
     assert relative(outputs_of(model, inputs), before) < 1e-6
 
 
+def patched(module, *args, **options):
+    return type(module).forward(module, *args, **options)
+
+
+def test_a_forward_that_was_put_in_before_is_pickled_with_it(converted):
+    model = converted("gpt2")
+    model.transformer.forward = functools.partial(patched, model.transformer)
+    assert vars(pickle.loads(pickle.dumps(optimize(model))).transformer)["forward"].func is patched
+
+
 class Doubled(nn.Module):
     """A parametrization that is not the identity."""
 
@@ -187,6 +226,22 @@ def test_every_module_stays_in_its_mode(name, converted):
 def test_twice_is_once(converted):
     model = optimize(converted("gpt2"))
     assert optimize(model) is model
+
+
+def test_a_pass_waits_for_that_of_another_thread(converted):
+    model, done = optimize(converted("gpt2")), threading.Event()
+
+    def run():
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))
+        done.set()
+
+    thread = threading.Thread(target=run)
+    with model.transformer.ln_f.normgeo_stream.turns.lock:
+        thread.start()
+        assert not done.wait(0.2)
+    thread.join(60)
+    assert done.is_set()
 
 
 def test_under_autograd_it_refuses(converted):
@@ -258,6 +313,13 @@ def test_a_model_that_is_not_converted_is_refused(tiny):
         optimize(tiny("llama"))
 
 
+def test_weights_that_are_elsewhere_are_one_line(converted):
+    model = converted("gpt2")
+    model.transformer.wpe.to("meta")
+    with pytest.raises(ConversionError, match="some weights are on the disk"):
+        optimize(model)
+
+
 def test_where_no_norm_of_a_block_was_replaced_there_is_nothing_to_fuse():
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
     config = transformers.CLIPVisionConfig(num_hidden_layers=2, **shape)
@@ -285,6 +347,17 @@ def test_a_kernel_that_computes_something_else_is_found_out(wrong, converted, mo
     model = converted("gpt2")
     monkeypatch.setattr(norm_ops, "add_norm_", bad)
     with pytest.raises(ConversionError, match="not equal"):
+        optimize(model)
+    assert unchanged(model)
+
+
+def test_interrupted_it_leaves_the_model_as_it_was(converted, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    model = converted("gpt2")
+    monkeypatch.setattr(norm_ops, "add_norm_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         optimize(model)
     assert unchanged(model)
 
