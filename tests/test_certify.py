@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers as hf
 from test_convert import worst_error
+from test_reaching import Two
+from torch import nn
 from zoo import perturb, tiny
 
 from normgeo import convert
 from normgeo.conversion.certify import certificate_inputs, certify
 from normgeo.conversion.gauge import center
-from normgeo.conversion.probing import float64_copy
+from normgeo.conversion.probing import float64_copy, looking_at
 from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError
 from normgeo.examples import example_inputs
@@ -25,6 +27,13 @@ BART = {
     "vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def with_itself(model, batch, real=(), unreached=()):
+    """The certificate of a model that was not changed."""
+    exact = float64_copy(model)
+    more = {"site_mean": 0.0, "counts": COUNTS, "real": real, "unreached": unreached}
+    return certify(exact, exact, model, model, [batch], **more)
 
 
 def sabotaged(kind):
@@ -148,6 +157,50 @@ def test_a_certificate_allows_no_more_than_rounding_in_float64():
     certificate = certify(exact, close, model, model, [batch], site_mean=0.0, counts=COUNTS)
     assert 1e-10 < certificate.error_rel < 1e-7
     assert not certificate.passed
+
+
+@torch.no_grad()
+def test_a_certificate_allows_no_more_than_rounding_where_single_precision_is_inside():
+    model, batch = tiny("gpt_neox"), {"input_ids": torch.arange(3, 15).view(2, 6)}
+    close = float64_copy(model)
+    close.gpt_neox.final_layer_norm.bias += 3e-5
+    certificate = certify(float64_copy(model), close, model, model, [batch], site_mean=0.0, counts=COUNTS)
+    assert certificate.single_inside
+    assert 1e-5 < certificate.error_rel < 1e-3
+    assert not certificate.passed
+
+
+class Half(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).half().to(x.dtype)
+
+
+def test_half_precision_inside_is_seen():
+    model, batch = tiny("gpt2"), {"input_ids": torch.arange(3, 15).view(2, 6)}
+    assert not with_itself(model, batch).single_inside
+    model.lm_head = Half(32, 96)
+    assert with_itself(model, batch).single_inside
+
+
+def test_what_has_no_head_is_not_compared_without_it():
+    model, batch = tiny("gpt2"), {"input_ids": torch.arange(3, 15).view(2, 6)}
+    assert with_itself(model, batch).headless
+    assert not with_itself(model.transformer, batch).headless
+    with looking_at(("logits",)):  # which are the head's
+        assert with_itself(model, batch).headless
+
+
+def test_what_only_real_text_reaches_is_reached():
+    model = Two(hf.GPT2Config()).double()
+    made_up, real = ({"input_ids": torch.tensor([[token, 2]])} for token in (1, 60))
+    assert with_itself(model, made_up, unreached=["idle", "gated"]).unreached == ("idle", "gated")
+    assert with_itself(model, made_up, [real], ["idle", "gated"]).unreached == ("idle",)
+
+
+def test_a_mask_of_what_is_read_is_none_of_what_is_written():
+    model, ids = perturb(hf.BartForConditionalGeneration(hf.BartConfig(**BART)).eval()), torch.arange(3, 27).view(2, 12)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :5]}
+    assert with_itself(model, batch).passed
 
 
 def test_an_encoder_decoder_has_no_perplexity():
