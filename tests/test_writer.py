@@ -1,5 +1,7 @@
 """The writer of a store, given hidden states by hand."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from normgeo.errors import StoreError
 from normgeo.geometry import Directions
 from normgeo.kernels.checksum import checksum
 from normgeo.sites import NormSite
-from normgeo.store.layout import Layout, read_commit
+from normgeo.store.layout import Layout, as_numbers, read_commit
 from normgeo.store.storage import Disk
 from normgeo.store.writer import StoreWriter
 from normgeo.tokens import TokenBatch
@@ -18,9 +20,9 @@ D, N = 8, 12
 SITE = NormSite("ln", "layernorm", "final", 0, "", D, 1e-5)
 
 
-def written(path, pre, post):
+def written(path, pre, post, dtype="float32"):
     """The first row's record, when these have come in and out of a norm, of which the first are stored."""
-    disk, layout = Disk(path), Layout.of([SITE], ["float32"], ("pre",), N, chunk_bytes=8 * D * 4)
+    disk, layout = Disk(path), Layout.of([SITE], [dtype], ("pre",), N, chunk_bytes=8 * D * pre.element_size())
     batch = TokenBatch(np.arange(N).reshape(2, -1), np.zeros((2, N // 2), np.int64), 0)
     statistics = AngleStatistics([SITE], {D: Directions.seeded(D, 2)})
     for spec in layout.arrays:
@@ -52,3 +54,27 @@ def test_what_is_not_as_it_was_when_the_store_was_planned_is_refused(tmp_path, c
     both = {"pre": torch.randn(N, D), "post": torch.randn(N, D)}
     with pytest.raises(StoreError, match=rf"sites/ln/pre should be {N} tokens of 1 x {D} float32, and is \("):
         written(tmp_path, **both | {phase: change(both[phase])})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_behind_the_last_token_there_are_no_numbers(tmp_path, dtype):
+    pre = torch.randn(N, D).to(getattr(torch, dtype))
+    written(tmp_path, pre, pre, dtype)
+    raw = (tmp_path / "hidden.zarr/sites/ln/pre/c.1.0").read_bytes()[:-4]
+    stored = np.frombuffer(raw, np.uint16 if dtype == "bfloat16" else np.float32).reshape(8, D)
+    found = as_numbers(stored, dtype)
+    np.testing.assert_array_equal(found[: N - 8], pre[8:].float())
+    assert np.isnan(found[N - 8 :]).all()
+
+
+def test_what_fails_behind_the_last_batch_is_told(tmp_path, monkeypatch):
+    finished, finish = threading.Event(), StoreWriter.finish
+
+    def lost(disk, names):
+        finished.wait(60)
+        raise StoreError("the disk is lost")
+
+    monkeypatch.setattr(StoreWriter, "finish", lambda *given: finish(*given) or finished.set())
+    monkeypatch.setattr(Disk, "sync", lost)
+    with pytest.raises(StoreError, match="the disk is lost"):
+        written(tmp_path, torch.randn(N, D), torch.randn(N, D))
