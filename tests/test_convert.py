@@ -15,6 +15,7 @@ from normgeo import convert, decompress, find_sites, load_model, load_tokenizer,
 from normgeo.conversion import convert as module
 from normgeo.conversion.gauge import Reader, Shift, find_gauge
 from normgeo.conversion.probing import float64_copy
+from normgeo.conversion.tables import written_by_tables
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.tokens import TokenStream
@@ -238,6 +239,40 @@ def test_tables_are_folded_unless_the_model_makes_them_anew(grows):
     inputs = {"input_ids": example_inputs(model, 40 if grows else 20, seed=5)["input_ids"]}
     exact = copy.deepcopy(conversion.model).double()
     assert worst_error(float64_copy(model), exact, inputs) < 3e-6  # longer than the table, too
+
+
+class Noted(Table):
+    """One that goes by the longest input that it has noted, however long the table is."""
+
+    longest = 24
+
+    @torch.no_grad()
+    def forward(self, ids):
+        if ids.shape[-1] > self.longest:
+            self.longest = ids.shape[-1]
+            self.table = self.made(self.longest, self.table.shape[1]).to(self.table)
+        return self.table[: ids.shape[-1]].detach()[ids.clamp(max=ids.shape[-1] - 1)]
+
+
+class Bounded(Table):
+    """One that takes no input that is longer than it was at first."""
+
+    def forward(self, ids):
+        if ids.shape[-1] > 24:
+            raise ValueError("too long")
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("table", [Noted, Bounded])
+def test_tables_that_are_made_anew_are_left_as_they_are_found(table):
+    model = tiny("gpt2", n_positions=256)
+    model.transformer.wpe = table(24, 32, True)
+    model = float64_copy(model)
+    inputs, before = example_inputs(model), model.transformer.wpe.table
+    kept = before.clone()
+    assert written_by_tables(model, find_sites(model, inputs), inputs) == []
+    assert model.transformer.wpe.table is before
+    assert torch.equal(before, kept)
 
 
 def test_a_module_called_twice_is_no_place_to_recenter():
