@@ -2,9 +2,11 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from normgeo.store.holder import holder, is_dead, read_holder
+from normgeo.store.layout import committed_rows
 from normgeo.store.storage import Disk
 
 
@@ -32,13 +34,50 @@ def test_all_in_a_folder_is_synced_before_it_has_its_name_and_the_name_after(dis
     assert journal[renamed + 1 :] == [disk.path.stat().st_ino]
 
 
+def test_the_name_of_a_run_is_synced(tmp_path, journal):
+    with Disk(tmp_path / "s").writing():
+        assert (tmp_path / "s/lock").stat().st_ino in journal
+
+
+def test_what_only_begins_as_a_record_is_none(disk):
+    disk.put("commits/00000001.json~", b"")
+    assert committed_rows(disk) == []
+
+
+def test_a_chunk_whose_file_is_gone_is_abandoned_all_the_same(disk):
+    chunk = disk.chunk("a")
+    chunk.append(np.zeros(3, np.uint8))
+    for part in (disk.path / "scratch").iterdir():
+        part.unlink()
+    chunk.abandon()
+
+
+def test_a_link_is_discarded_and_not_what_it_leads_to(disk, tmp_path):
+    (tmp_path / "other").mkdir()
+    (disk.path / "link").symlink_to(tmp_path / "other")
+    disk.discard()
+    assert (tmp_path / "other").is_dir()
+    assert not disk.path.exists()
+
+
+def test_what_a_killed_writer_had_begun_is_discarded_and_what_else_there_was_is_not(tmp_path):
+    disk = Disk(tmp_path)
+    for name in ("commits", "state", "scratch", "mine"):
+        (tmp_path / name).mkdir()
+    with disk.writing():
+        disk.discard()
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 def test_what_a_killed_writer_left_unfinished_is_in_nothing(tmp_path):
     left, disk = tmp_path / "s/scratch/hidden.zarr.part/sites/another", Disk(tmp_path / "s")
     left.mkdir(parents=True)
     (left / "zarr.json").write_text("{}")
     with disk.writing():
         assert os.listdir(tmp_path / "s/scratch") == []
-        disk.publish("hidden.zarr", {"zarr.json": b"{}"})
+        for content in (b"{}", b"[]"):
+            disk.publish("hidden.zarr", {"zarr.json": content})
+            assert disk.read("hidden.zarr/zarr.json") == content
     assert os.listdir(tmp_path / "s/hidden.zarr") == ["zarr.json"]
 
 
