@@ -5,10 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
+from test_writer import SITE, D
+from torch import nn
 
 from normgeo import kernels
 from normgeo.kernels import rms
-from normgeo.store.rebuild import RECIPES, ROUNDED_HALFWAY, WIDE_GAINS, Rebuild, same_bits
+from normgeo.store.rebuild import RECIPES, ROUNDED_HALFWAY, WIDE_GAINS, Rebuild, find_rebuild, same_bits
 
 
 @pytest.fixture(scope="module", params=["compiled", "torch"], autouse=True)
@@ -112,3 +114,20 @@ def test_the_kernel_is_used_where_there_is_one_and_says_where_it_is_not(way):
     assert rms.scaled_by_rms(x, None, EPS, halfway=False, out=out) == (way == "compiled")
     assert not rms.scaled_by_rms(x.double(), None, EPS, halfway=False, out=out.double())
     assert not rms.scaled_by_rms(x, torch.ones(64).half(), EPS, halfway=False, out=out)
+
+
+class Fewer(nn.LayerNorm):
+    """It gives fewer vectors of many than it is given."""
+
+    def forward(self, x):
+        return super().forward(x)[: 9 if len(x) < 50 else 3]
+
+
+def test_a_recipe_is_found_by_what_was_seen_where_a_norm_gives_other_shapes():
+    x, norm = torch.randn(9, D), Fewer(D)
+    with torch.no_grad():
+        assert find_rebuild(norm, SITE, x, norm(x)).bit_equal
+
+
+def test_bits_of_another_dtype_are_others():
+    assert not same_bits(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.bfloat16))
