@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 import zarr
-from stores import CONTEXT, N, captured, config
+from stores import CONTEXT, N, captured, config, unfinished
 
 from normgeo import AngleTable, HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
@@ -95,6 +95,35 @@ def test_a_dask_array_of_a_store_that_was_replaced_is_refused(home, tmp_path):
     captured(home, tmp_path / "s", "other")
     with pytest.raises(StoreError, match="holds another capture than when this dask array was made"):
         lazily.compute(scheduler="synchronous")
+
+
+def test_a_dask_array_of_a_store_that_grows_stays_good(copy):
+    pytest.importorskip("dask.array")
+    unfinished(copy)
+    last = sorted((copy / "commits").iterdir())[-1]
+    kept = last.read_bytes()
+    last.unlink()
+    states = HiddenStateStore(copy).open("transformer.ln_f")
+    lazily, truth = states.dask(), states[:]
+    last.write_bytes(kept)
+    np.testing.assert_array_equal(lazily.compute(scheduler="synchronous"), truth)
+
+
+def test_a_dask_array_of_nothing_is_empty(copy):
+    pytest.importorskip("dask.array")
+    unfinished(copy)
+    shutil.rmtree(copy / "commits")
+    states = HiddenStateStore(copy).open("transformer.ln_f")
+    assert states.dask().compute(scheduler="synchronous").shape == states[:].shape == (0, 32)
+
+
+def test_a_dask_array_is_computed_from_another_directory(store, tmp_path, monkeypatch):
+    pytest.importorskip("dask.array")
+    monkeypatch.chdir(store.parent)
+    states = HiddenStateStore(store.name).open("transformer.ln_f")
+    lazily, truth = states.dask(), states[:]
+    monkeypatch.chdir(tmp_path)
+    np.testing.assert_array_equal(lazily.compute(scheduler="synchronous"), truth)
 
 
 def test_the_bytes_are_those_that_were_said(home, tmp_path):
@@ -278,6 +307,10 @@ def test_reading(store):
     assert found.derived(found.sites[1].key, "post", states.torch(0, 3)).shape == (3, 32)
     with pytest.raises(StoreError, match="no site 'ln' in the store; sites are "):
         found.derived("ln", "post", states.torch(0, 3))
+    with pytest.raises(StoreError, match=r"inputs of .* are \(vectors, 32\), received \(3, 31\)"):
+        found.derived(found.sites[1].key, "standardized", torch.ones(3, 31))
+    assert [list(ids) for ids, _ in found.stream().contexts(N - CONTEXT)] == [found.tokens("id")[-CONTEXT:].tolist()]
+    assert list(found.stream().contexts(N)) == []
     with pytest.raises(ValueError, match="makes a copy"):
         states.__array__(copy=False)
     with pytest.raises(StoreError, match="is no store"):
