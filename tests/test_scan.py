@@ -126,6 +126,12 @@ def test_a_cluster_gives_the_captures_own_numbers(store, copy, cluster, scanned)
         angles_from_store(copy, null=8, scheduler=cluster, progress=False)
 
 
+def test_both_phases_count_where_both_are_read(home, tmp_path):
+    opened = HiddenStateStore(captured(home, tmp_path / "s", phases=("pre", "post"), n=100))
+    known = scan._Scan("both", str(tmp_path / "s"), seen(opened), len(opened.commit_log), None, 8, 16, 0)
+    assert scan._reader(known).token_bytes == 5 * 2 * 32 * 4
+
+
 def test_a_worker_that_sees_another_store_is_refused(store, copy):
     opened = HiddenStateStore(store)
     known = scan._Scan("mine", str(store), seen(opened), len(opened.commit_log), None, 8, 16, 0)
