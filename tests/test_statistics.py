@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from normgeo.angles.ensemble import NullEnsemble
 from normgeo.angles.measure import AngleTable
-from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics
+from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics, standardized_norm
 from normgeo.errors import ModelError
 from normgeo.geometry import NAMES, Directions
 from normgeo.sites import NormSite
@@ -138,6 +138,17 @@ def test_vectors_almost_parallel_to_the_uniform_vector_are_turned_as_much(mean, 
     turned = 90 - expected["mean_deg"] if sign > 0 else expected["mean_deg"] - 90
     assert value(frame, "standardized", "uniform", "rotation_deg") == pytest.approx(turned, abs=1e-5)
     assert value(frame, "standardized", "uniform", "mean_deg") == 90
+
+
+@pytest.mark.parametrize("d", [3, 17, 33])
+def test_vectors_along_a_direction_have_an_angle(d):
+    """Though by rounding their cosine is more than one."""
+    x = noise(20, 1, seed=d, dtype=torch.float64).expand(20, d).contiguous()
+    assert fed(x, kind="rmsnorm").state["excluded"].sum() == 0
+
+
+def test_of_nothing_the_standardized_vector_is_nothing_without_eps_too():
+    assert standardized_norm(torch.zeros(1), 4, torch.zeros(1)).item() == 0.0
 
 
 @pytest.mark.parametrize("mean", [0.3, 100.0, 1e5])
@@ -290,6 +301,23 @@ def test_what_is_kept_takes_no_more_than_is_said(heads, kind):
     statistics = fed(noise(40 * heads, 8, mean=0.5), heads=heads, kind=kind)
     taken = sum(value.nbytes for value in statistics.state_dict().values())
     assert taken <= statistics.state_bytes(40) < 2 * taken
+
+
+def test_a_state_says_nothing_of_what_is_not_carried_and_what_is_is_forgotten_too():
+    statistics = fed(noise(9, 5))
+    assert not [name for name in statistics.state_dict() if name.startswith("carried")]
+    for carried in statistics.carried.values():
+        carried += 1
+    assert [name for name in statistics.state_dict() if name.startswith("carried")]
+    statistics.clear()
+    assert not any(carried.any() for carried in statistics.carried.values())
+
+
+def test_scalars_are_of_the_last_batch_alone():
+    statistics = fed(noise(9, 5))
+    assert statistics.scalars
+    statistics.begin(TokenBatch(np.full((1, 9), 5), np.zeros((1, 9), int), 9))
+    assert not statistics.scalars
 
 
 def test_phases_are_in_the_order_of_the_state():
