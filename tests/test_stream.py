@@ -373,6 +373,17 @@ def test_a_token_that_ends_documents_is_no_padding(ids):
         assert observe(model, ended, []) == ids.size
 
 
+def test_contexts_of_two_tokens_are_no_padding(tiny):
+    assert observe(tiny("opt"), [[1, 1]], []) == 2
+
+
+def test_no_cache_is_filled(tiny, ids):
+    base, given = tiny("gpt2").transformer, []
+    with base.register_forward_pre_hook(lambda _, args, named: given.append(named["use_cache"]), with_kwargs=True):
+        observe(tiny("gpt2"), ids, [], sites="final")
+    assert given[-1] is False
+
+
 @pytest.mark.parametrize("error", [OverflowError("too large to convert to C long"), RuntimeError("stack overflow")])
 def test_what_a_sink_raises_is_not_called_a_lack_of_memory(tiny, error):
     class Failing(Recorder):
