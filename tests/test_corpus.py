@@ -30,6 +30,10 @@ def test_ids_come_in_an_order_that_is_a_function_of_the_seed():
         Shuffled(text_like(16), 16, 0)
 
 
+def test_the_largest_id_may_come_first():
+    assert Shuffled(TokenStream.from_array([90] + [1] * 5000, context=8), 8, 0).largest == 90
+
+
 def test_ids_are_in_memory_once(peak_memory):
     n = 200_000
     tokens = TokenStream.from_array(np.arange(n) % 48, context=16)
