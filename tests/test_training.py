@@ -79,6 +79,12 @@ def test_a_step_is_adamw_of_the_recipe():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_the_loss_of_a_model_in_double_precision_is_one():
+    corpus, model = Shuffled(text_like(), 16, 0), build_twin("rmsnorm", small(), 48).double()
+    trainer = training.Trainer("rmsnorm", small(), corpus, 48, device="cpu", model=model)
+    assert trainer._loss(corpus.take(2)).dtype is torch.float64
+
+
 def test_dropout_is_of_the_embedding_and_behind_each_branch():
     model = training.build_twin("layernorm", small(dropout=0.3), 48)
     found = {name: m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p}
