@@ -4,11 +4,13 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 from training_zoo import articles, command, small, stopping
 
 from normgeo.errors import DataError, RunError
 from normgeo.training import runs
 from normgeo.training.runs import TrainConfig, output, resume_training, start_training
+from normgeo.training.state import latest_state, named, save_state
 from normgeo.training.train import Trainer
 
 
@@ -101,3 +103,14 @@ def test_a_run_with_a_state_is_kept_whether_or_not_its_curve_is_there(tmp_path, 
     with pytest.raises(DataError, match="the connection was lost"):
         started(tmp_path, tmp_path / "run", recipe=small(steps=3, save_every=1, evaluate_every=2), report=lost)
     assert [path.name for path in (tmp_path / "run/rmsnorm").glob("state-*")] == ["state-00000001"]
+
+
+def test_one_state_stays_and_is_told_from_another_of_its_name(tmp_path):
+    for name in ("one", "other"):
+        for step in (5, 3):
+            save_state(tmp_path / name, step, {"a": torch.zeros(1)}, {"of": name})
+        (tmp_path / name / "state-00000004.kept").mkdir()  # which is none
+        assert {path.name for path in (tmp_path / name).iterdir()} == {"state-00000003", "state-00000004.kept"}
+    one, other = (latest_state(tmp_path / name) for name in ("one", "other"))
+    assert one.name == other.name == "state-00000003"
+    assert named(one) != named(other)
