@@ -239,7 +239,7 @@ def bench_inference(
             be converted.
     """
     check_names(dtypes, phases, modes)
-    cases = dtypes, batches, lengths, phases, modes  # each once: two of one name could not be told apart
+    cases: Any = dtypes, batches, lengths, phases, modes  # each once: two of one name could not be told apart
     dtypes, batches, lengths, phases, modes = (list(dict.fromkeys(values)) for values in cases)
     check_number("rounds", rounds, 1)
     check_numbers(seed=seed)
