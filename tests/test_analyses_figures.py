@@ -61,7 +61,7 @@ def agrees(found, x, rows):
 
 
 def test_groups_of_tokens_have_their_angles_and_norms():
-    frame = table(tokens=list(GROUP_LABELS))
+    frame = table(tokens=list(GROUP_LABELS)).assign(on_stream=True)
     axes = sinks.plot(frame).axes
     for column, model in enumerate(MODELS):
         angles, lines = drawn(axes[column]), {line.get_label(): line for line in axes[2 + column].lines}

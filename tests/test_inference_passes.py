@@ -6,7 +6,19 @@ from zoo import tiny
 from normgeo.bench import inference as inference_bench
 from normgeo.bench.inference import bench_inference
 from normgeo.bench.inference_models import main_sites
+from normgeo.bench.norm_timer import NormTimer
 from normgeo.system.timing import Stopwatch
+
+
+class Counting(Stopwatch):
+    calls = 0
+
+    def __call__(self, function, *args, **kwargs):
+        self.calls += 1
+        return function(*args, **kwargs)
+
+    def seconds(self):
+        return float(self.calls)
 
 
 def test_every_token_is_decoded_with_the_same_cache():
@@ -33,17 +45,19 @@ def test_whole_passes_and_norms_have_columns_of_their_own(monkeypatch):
     assert found[["seconds", "norm_seconds", "seed"]].drop_duplicates().to_numpy().tolist() == [[3.0, 1.25, 5]]
 
 
+def test_what_is_added_by_name_is_an_addition_where_both_are_the_streams():
+    model, x = tiny("gpt2"), torch.ones(1, 8, 32)
+    watch = Counting(torch.device("cpu"))
+    with torch.no_grad(), NormTimer(model, ["transformer.ln_f"], watch):
+        model.transformer.ln_f(x)
+        torch.add(input=x, other=x)
+        torch.add(x, other=x)
+        torch.add(input=torch.ones(3), other=torch.ones(3))
+        torch.add(input=x, other=1.0)
+    assert watch.calls == 1 + 2
+
+
 def test_all_norms_and_additions_of_a_pass_are_timed(monkeypatch):
-    class Counting(Stopwatch):
-        calls = 0
-
-        def __call__(self, function, *args, **kwargs):
-            self.calls += 1
-            return function(*args, **kwargs)
-
-        def seconds(self):
-            return float(self.calls)
-
     monkeypatch.setattr(inference_bench, "Stopwatch", Counting)
     model = tiny("gpt2")
     inputs = inference_bench._inputs(model, 1, 8, "forward")

@@ -194,3 +194,15 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
         assert torch.equal(kernels.project(x, units, centered=True), one)
     finally:
         torch.set_num_threads(before)
+
+
+def test_directions_and_cosines_may_lie_in_any_layout():
+    generator = torch.Generator().manual_seed(0)
+    x, cosines = torch.randn(7, 24, generator=generator), torch.rand(2, 5, 3, generator=generator)
+    units = torch.nn.functional.normalize(torch.randn(3, 24, dtype=torch.float64, generator=generator))
+    units[0] = 24**-0.5
+    spread = torch.empty(24, 3, dtype=torch.float64).T.copy_(units)
+    found, expected = (kernels.project(x, given, centered=True) for given in (spread, units))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # products in torch differ in their last bits
+    turned = torch.empty(3, 5, 2).permute(2, 1, 0).copy_(cosines)
+    assert torch.equal(kernels.moments(turned), kernels.moments(cosines))

@@ -94,7 +94,7 @@ def project(
     if out is None:
         out = torch.empty((4 + centered, len(x)), dtype=precise(x.device), device=x.device)
     if _compiled(x):
-        cpu.loaded().project(_by_rows(x), units, centered, out)
+        cpu.loaded().project(_by_rows(x), units.contiguous(), centered, out)
     elif (triton := _in_triton(x)) is not None:
         triton.project(_by_rows(x), units.contiguous(), centered, out, NOTHING)
         return out
@@ -127,7 +127,7 @@ def moments(cosines: Float[Tensor, "slots rows k"]) -> Float[Tensor, "slots thre
     slots, _, k = cosines.shape
     out = torch.empty((slots, 3, k), dtype=precise(cosines.device), device=cosines.device)
     if _compiled(cosines) and cosines.dtype == torch.float32:
-        cpu.loaded().moments(cosines, out)
+        cpu.loaded().moments(cosines.contiguous(), out)
     else:
         fallback.moments(cosines, out)
     return out
