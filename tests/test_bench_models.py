@@ -3,8 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from blocks import Block, D
-from torch import nn
+from blocks import Model, Named
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import perturb, tiny
 
@@ -32,29 +31,8 @@ def test_norms_whose_parameters_a_block_reads_can_be_left_out():
     assert frame[frame.variant == "no-norm"].error.gt(0.01).all()
 
 
-class Named(Block):
-    """A block that gives its norms what they read by name."""
-
-    def forward(self, x):
-        x = x + self.mix(self.norm1(input=x).cumsum(1) / 20)
-        return x + self.mlp(self.norm2(input=x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(Named() for _ in range(2))
-        self.final, self.head = nn.LayerNorm(D), nn.Linear(D, 48)
-
-    def forward(self, ids):
-        x = self.tok(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final(x))
-
-
 def test_norms_may_be_given_what_they_read_by_name():
-    frame = bench_inference(wrap(perturb(Model()), context=64), **FEW)
+    frame = bench_inference(wrap(perturb(Model(Named)), context=64), **FEW)
     assert set(frame.variant) >= {"original", "pre-rmsnorm", "pre-rmsnorm-torch", "no-norm"}
     assert frame.norm_seconds.gt(0).all()
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from blocks import Block, D
+from blocks import Block, D, Model, Named
 from torch import nn
 from torch.nn import functional
 from zoo import perturb, tiny
@@ -36,27 +36,6 @@ class Choosing(Block):
 
 class ChoosingNormed(Choosing):
     raw = False
-
-
-class Named(Block):
-    """Its norms are given what they normalize by its name."""
-
-    def forward(self, x):
-        x = x + self.mix(self.norm1(input=x).cumsum(1) / 20)
-        return x + self.mlp(self.norm2(input=x))
-
-
-class Model(nn.Module):
-    def __init__(self, block, n=2):
-        super().__init__()
-        self.tok, self.blocks = nn.Embedding(48, D), nn.ModuleList(block() for _ in range(n))
-        self.final, self.head = nn.LayerNorm(D), nn.Linear(D, 48)
-
-    def forward(self, ids):
-        x = self.tok(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final(x))
 
 
 def built(block, seed=0):
