@@ -77,18 +77,20 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
 
 def _changes(axes: Axes, values: np.ndarray) -> None:
-    """Dots on a logarithmic axis, each with its number; a zero is at the left edge."""
-    largest = values.max() if values.max() > 0 else 1.0
-    low, high = min(values[values > 0].min(initial=largest), 1e-3 * largest) / 30, 30 * largest
+    """Dots on a logarithmic axis, each with its number; a zero is at the left edge, what is infinite at the right."""
+    finite = values[np.isfinite(values)]
+    largest = finite.max(initial=0.0) or 1.0
+    low, high = min(finite[finite > 0].min(initial=largest), 1e-3 * largest) / 30, 30 * largest
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     for row, value in enumerate(values):
-        x, color = max(value, low), figures.PALETTE[row]
+        x, color = np.clip(value, low, high), figures.PALETTE[row]
         axes.hlines(row, low, x, color=color, linewidth=1.2)
-        axes.plot(x, row, "os"[row % 2], color=color, markersize=5, clip_on=False, zorder=5,
+        axes.plot(x, row, ">" if np.isinf(value) else "os"[row % 2], color=color, markersize=5, clip_on=False, zorder=5,
                   markerfacecolor=color if value > 0 else "white")  # fmt: skip
         place = {"ha": "left", "xytext": (0, 5)} if x < (low * high) ** 0.5 else {"ha": "right", "xytext": (4, 5)}
-        axes.annotate(f"{value:.2g}", (x, row), textcoords="offset points", fontsize=7, **place)  # pyright: ignore
+        number = "infinite" if np.isinf(value) else f"{value:.2g}"
+        axes.annotate(number, (x, row), textcoords="offset points", fontsize=7, **place)  # pyright: ignore
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=False, axis="y")

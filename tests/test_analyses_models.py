@@ -64,6 +64,15 @@ def test_what_a_model_without_a_head_or_predictions_lacks_is_not_drawn(part, n_t
     assert figure.get_suptitle().endswith(f"without mean subtraction, against itself with it {said}")
 
 
+def test_a_change_without_bound_is_drawn_at_the_edge(ids):
+    """A swap whose logits grow by orders of magnitude: its perplexity is beyond what a number holds."""
+    frame = causal_test.compute(tiny("gpt2"), ids, 100)
+    for other in (1e-3, 0.0):
+        axes = causal_test.plot(frame.assign(kl_mean=[0.0, np.inf, other])).axes[1]
+        assert {text.get_text() for text in axes.texts} == {"infinite", f"{other:.2g}"}
+        assert next(line.get_xdata()[0] for line in axes.lines) == axes.get_xlim()[1] < np.inf
+
+
 def test_models_that_are_called_alike_are_not_one(tmp_path):
     for folder in ("a", "b"):
         tiny("gpt2").save_pretrained(tmp_path / folder / "step-10")
