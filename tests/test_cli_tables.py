@@ -43,6 +43,16 @@ def test_angles_are_in_degrees_and_energies_in_percent(tiny, ids, printed, tmp_p
         assert cells == ["tiny", role, "layernorm", str(len(pre)), *angle, share, percentile]
 
 
+def test_names_that_begin_alike_are_told_apart_on_a_narrow_terminal(tiny, ids, capsys, monkeypatch, tmp_path):
+    frame = measure_angles(tiny("gpt2"), ids, null=0, progress=False).frame
+    names = ["EleutherAI/pythia-160m-deduped", "EleutherAI/pythia-410m-deduped"]
+    monkeypatch.setattr(angles_command.console, "width", 80)
+    angles_command._summary(pd.concat([frame.assign(model=name) for name in names]), tmp_path)
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    first = "".join(cells[0] for cells in lines)
+    assert [first.count(name) for name in names] == [3, 3]
+
+
 def test_the_most_vectors_that_were_left_out_are_said(tiny, ids, capsys, tmp_path):
     frame = measure_angles(tiny("gpt2"), ids, null=0, progress=False).frame
     uniform = frame.index[frame.direction == "uniform"]

@@ -30,6 +30,14 @@ def test_the_table_has_the_angle_before_the_norm_first(models, ids):
         assert f"{before.a[site]:.2f} → {after.a[site]:.2f}  " in table
 
 
+def test_models_whose_paths_begin_alike_are_told_apart_in_a_narrow_table(models, ids):
+    paths = [f"runs/train-tiny-2026-11-21/{norm}/checkpoints/step-00002400" for norm in ("layernorm", "rmsnorm")]
+    result = compare(dict(zip(paths, models.values(), strict=True)), ids, **QUICK)
+    head = result.table(90).partition("──")[0].splitlines()
+    columns = zip(*(line.split() for line in head if line.strip()), strict=True)
+    assert ["".join(column) for column in columns] == paths
+
+
 def test_the_table_has_the_lower_quartile_of_times_first(models, ids, monkeypatch):
     slow = iter([2.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # the first warms up
     monkeypatch.setattr(comparison, "_timed", lambda model, _: 1.0 if model is models["a"] else next(slow))

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Table
 
 from normgeo.cli.app import app, console, note, quiet, resumable, warn
 from normgeo.cli.options import Batch, Context, Data, Device, DeviceMap, Dtype, Qk, Tokens, Trusting, refuse_beside
 from normgeo.errors import NormGeoError
+from normgeo.system.progress import table
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -76,11 +75,11 @@ def angles(
         from normgeo.store.scan import run_from_store
 
         refuse_beside(given, "--store", "--null", "--null-every", "--seed", "--sites", "--keep", "--scheduler", "--out")
-        table, where = run_from_store(
+        measured, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, keep=keep, scheduler=scheduler,
             announce=note,
         )  # fmt: skip
-        _summary(table.frame, where)
+        _summary(measured.frame, where)
         return
     if scheduler is not None:
         raise NormGeoError("--scheduler goes with --store: a cluster reads a store, it runs no model")
@@ -134,10 +133,10 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
         )
     console.print("Angles to the uniform vector (mean over sites of mean ± standard deviation over tokens)")
     short = in_short(frame)
-    table = Table(*map(str, short), box=SIMPLE)
+    shown = table(*map(str, short))
     for row in short.itertuples(index=False):
-        table.add_row(*row)
-    console.print(table)
+        shown.add_row(*row)
+    console.print(shown)
     files = "angles.parquet, figures/" if "step" in short else "report.html, angles.parquet, figures/, verdict.md"
     console.print(f"{where}: {files}, run.json")
 
@@ -147,12 +146,12 @@ def models() -> None:
     """List the models of Geometry table 1 and the embedded pair."""
     from normgeo.cards import EMBEDDED, TABLE_1
 
-    table = Table("model", "hub id", "revision", "d", "layers", "norm", "parameters", "memory (16 bit)", box=SIMPLE)
+    shown = table("model", "hub id", "revision", "d", "layers", "norm", "parameters", "memory (16 bit)")
     for card in TABLE_1:
-        table.add_row(
+        shown.add_row(
             card.name, card.hub_id, card.revision[:10], str(card.d), str(card.layers), card.norm,
             f"{card.parameters / 1e9:.2f}B", f"{card.memory_gb:.1f} GB",
         )  # fmt: skip
     for name, norm in zip(EMBEDDED, ("LayerNorm", "RMSNorm"), strict=True):
-        table.add_row(name, "(embedded)", "", "192", "6", norm, "3.5M", "7 MB")
-    console.print(table)
+        shown.add_row(name, "(embedded)", "", "192", "6", norm, "3.5M", "7 MB")
+    console.print(shown)

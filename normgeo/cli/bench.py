@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Column, Table
+from rich.table import Column
 
 from normgeo.cli.app import bench_app, console, note, quiet
 from normgeo.cli.options import Batch, Context, Device, Dtype, Revision, Trusting, words
 from normgeo.errors import NormGeoError
 from normgeo.system.files import check_file, write_table
+from normgeo.system.progress import table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,15 +140,15 @@ def bench_stream(
     loaded = load_model(model, dtype=dtype, device=device, **named)
     tokens = load_tokens(data, load_tokenizer(model, **named), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
-    table = Table("variant", "ratio to base", "quartiles", "seconds a batch", box=SIMPLE)
+    shown = table("variant", "ratio to base", "quartiles", "seconds a batch")
     for row in frame.to_dict("records"):
-        table.add_row(
+        shown.add_row(
             row["variant"], f"{row['ratio']:.3f}", f"{row['ratio_q25']:.3f} to {row['ratio_q75']:.3f}",
             f"{row['seconds']:.3f}",
         )  # fmt: skip
     first = frame.iloc[0]  # of a short text there are fewer tokens than were asked for
     console.print(f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, {rounds} rounds, {first.device}")
-    console.print(table)
+    console.print(shown)
     write_table(frame, out)
 
 
@@ -184,15 +184,15 @@ def bench_store(
         f"{first.device}, threads: {first.threads}",
         highlight=False,
     )
-    table = Table(Column("variant", no_wrap=True), "seconds", "MB/s", "tokens/s", "ratio", "to", box=SIMPLE)
+    shown = table(Column("variant", no_wrap=True), "seconds", "MB/s", "tokens/s", "ratio", "to")
     for row in frame.to_dict("records"):
         rate = "" if row["mb_per_s"] != row["mb_per_s"] else f"{row['mb_per_s']:,.0f}"
         same = row["baseline"] == row["variant"]
-        table.add_row(
+        shown.add_row(
             row["variant"], f"{row['seconds']:.3g}", rate, f"{row['tokens_per_s']:,.0f}",
             "" if same else _spread(row, "ratio"), "" if same else row["baseline"],
         )  # fmt: skip
-    console.print(table)
+    console.print(shown)
     write_table(frame, out)
 
 
@@ -229,9 +229,9 @@ def bench_train(
         raw.append(times.assign(size=size))
         frame = training_bench.breakdown(times)
         about = frame.iloc[0]
-        table = Table("form", "part", "share of Pre-LN's step", "quartiles", "seconds", box=SIMPLE)
+        shown = table("form", "part", "share of Pre-LN's step", "quartiles", "seconds")
         for row in frame.to_dict("records"):
-            table.add_row(
+            shown.add_row(
                 row["form"] if row["part"] == "whole" else "", row["part"], f"{100 * row['ratio']:.2f}%",
                 f"{100 * row['ratio_q25']:.2f} to {100 * row['ratio_q75']:.2f}%", f"{row['seconds']:.4f}",
             )  # fmt: skip
@@ -239,7 +239,7 @@ def bench_train(
             f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, mixed precision: {precision}, "
             f"{about.threads} threads of {about.device}, torch {about.torch}"
         )
-        console.print(table)
+        console.print(shown)
         write_table(pd.concat(raw, ignore_index=True), out)
 
 
@@ -268,10 +268,10 @@ def _inference(frame: pd.DataFrame) -> None:
     for _, part in frame.groupby(["model", *keys], sort=False):
         rows, floor = part.to_dict("records"), "no-norm" in set(part.variant)
         names = ("ms", "ratio", "share", "norms ms", "norms ratio", "norms share", "error")
-        table = Table(Column("variant", no_wrap=True), *names, box=SIMPLE)
+        shown = table(Column("variant", no_wrap=True), *names)
         for row in rows:
             inside = row["norm_seconds"]
-            table.add_row(
+            shown.add_row(
                 row["variant"], f"{1e3 * row['seconds']:.3f}", _spread(row, "ratio"), _share(row, "", floor),
                 "" if inside != inside else f"{1e3 * inside:.3f}", _spread(row, "norm_ratio"),
                 _share(row, "norm_", floor),
@@ -283,19 +283,19 @@ def _inference(frame: pd.DataFrame) -> None:
             f"{first['mode']}; {first['rounds']} rounds, {first['device']}, threads: {first['threads']}",
             highlight=False,
         )
-        console.print(table)
+        console.print(shown)
 
 
 def _norms(frame: pd.DataFrame) -> None:
     for (shape, dtype), part in frame.groupby(["shape", "dtype"], sort=False):
-        table = Table(Column("norm", no_wrap=True), "us", "ratio to torch's LayerNorm", "GB/s", "of copy", box=SIMPLE)
+        shown = table(Column("norm", no_wrap=True), "us", "ratio to torch's LayerNorm", "GB/s", "of copy")
         rows = part.to_dict("records")
         for row in rows:
-            table.add_row(
+            shown.add_row(
                 row["norm"], f"{1e6 * row['seconds']:.1f}", _spread(row, "ratio"), f"{row['gb_per_s']:.1f}",
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
         passes = rows[0]["passes"] + ("" if rows[0]["beta"] else ", without beta")
         about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, threads: {rows[0]['threads']}"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
-        console.print(table)
+        console.print(shown)

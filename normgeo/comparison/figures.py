@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from normgeo.figures import (
     styled,
 )
 from normgeo.rows import SINGLE
+from normgeo.system import progress
 
 __all__ = ["plot", "table"]
 
@@ -43,7 +43,7 @@ def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: i
 
 
 def _metrics(frame: pd.DataFrame) -> Table:
-    out = Table("", *frame.model, box=SIMPLE)
+    out = progress.table("", *frame.model)
     rows = frame.to_dict("records")
     first = rows[0]
     lines = {
@@ -95,7 +95,7 @@ def _time(row: dict, is_first: bool) -> str:
 
 def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
     """A row a norm: of several stacks with the name of its own, of several of one role in a layer with its own name."""
-    out = Table("norm", "layer", *models, box=SIMPLE)
+    out = progress.table("norm", "layer", *models)
     theirs = pre[pre.columns[0]].isna()
     several = any(part.index.unique("stack").size > 1 for part in (pre[~theirs], pre[theirs]))
     labels = [": ".join(role_words(stack, role, several)) for _, stack, role, _ in pre.index]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -19,11 +20,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from normgeo.errors import RunError
 
-__all__ = ["meanwhile", "printer", "printing", "progress_bar"]
+__all__ = ["meanwhile", "printer", "printing", "progress_bar", "table"]
 
 
 CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -67,6 +69,12 @@ def printer(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout  # None where a process was started without
     width = None if stream is not None and stream.isatty() else 132  # a pipe or a log has none of its own
     return _Printer(stderr=stderr, width=width, markup=False, emoji=False)
+
+
+def table(*headers: str | Column) -> Table:
+    """A table of results. What has no room in its column is broken: cut off, names that begin alike would be one."""
+    columns = (Column(header, overflow="fold") if isinstance(header, str) else header for header in headers)
+    return Table(*columns, box=SIMPLE)
 
 
 meanwhile = printer(stderr=True)
