@@ -13,6 +13,7 @@ from test_statistics import equal, fed, feed, noise, site
 from normgeo.angles.measure import AngleTable
 from normgeo.angles.statistics import CARRY, AngleStatistics, settle
 from normgeo.geometry import Directions
+from normgeo.tokens import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("passes")
 
@@ -147,6 +148,24 @@ def test_any_split_into_batches_gives_the_same_table_to_float32_rounding(parts, 
         "rotation_deg",
     ):
         np.testing.assert_allclose(frame[column], whole[column], rtol=1e-6, atol=3e-5, err_msg=column)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("k", [1, 2, 5, 7, 9, 13, 16])
+def test_what_else_is_collected_does_not_show_however_few_directions_there_are(k, kind):
+    """A run has all its sites, and a task of a scan has some."""
+    ids, directions, sites = np.full((1, 11), 5), {32: Directions.seeded(32, k)}, [site(32, kind)] * 5
+    together = AngleStatistics(sites, directions, null_every=1)
+    together.begin(TokenBatch(ids, np.zeros_like(ids), 0))
+    for i in range(5):
+        for phase in ("pre", "post"):
+            together.take(i, phase, noise(11, 32, seed=i, mean=0.3))
+    together.end()
+    for i in range(5):
+        alone = fed(noise(11, 32, seed=i, mean=0.3), kind=kind, k=k)
+        for name, value in alone.state.items():
+            if name.startswith("null_"):
+                assert torch.equal(value[0], together.state[name][i]), (name, i)
 
 
 def test_which_tokens_meet_the_null_ensemble_depends_on_their_index_alone():

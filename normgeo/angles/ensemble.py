@@ -35,6 +35,7 @@ COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions 
 ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
 FOUND = 64  # sites whose moments wait, in parts, to be added up together
 FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
+NARROWEST = 16  # directions: with fewer the order may depend on a row's place among the others
 PHASES_OF = {("pre", False): [[0, 1]], ("post", False): [[2]], ("pre", True): [[0], [1]]}
 """Which phases have the angles of vectors that keep their mean or lose it, and those of what is left."""
 
@@ -179,7 +180,7 @@ class NullEnsemble:
         at_least = max(used, _fewest(device))
         chunk.rows[used:at_least] = 0
         with _whole_float32(), torch.autocast(device.type, enabled=False):  # which callers may be under
-            cosines = (chunk.rows[:at_least] @ null)[:used]
+            cosines = (chunk.rows[:at_least] @ null)[:used, : self.k]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
         self._add(chunk.sites, moments, [phases[-1] for phases in chunk.phases])
         if centered:
@@ -210,10 +211,11 @@ class NullEnsemble:
         self.sums.view(-1, 3, self.k + 1)[..., 1:].index_add_(0, where, sums.index_select(0, slot))
 
     def _directions(self, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The ensemble's directions [d, K] and their products with û."""
+        """The ensemble's directions [d, K], with zeros beside them where they are few, and their products with û."""
         if (d, device) not in self._on:
             null, uniform = self.directions[d].null[: self.k], self.directions[d].units[0]
-            self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (null.T, null @ uniform))  # pyright: ignore
+            wide = torch.nn.functional.pad(null.T, (0, max(0, NARROWEST - self.k)))
+            self._on[d, device] = tuple(t.to(device, torch.float32).contiguous() for t in (wide, null @ uniform))  # pyright: ignore
         return self._on[d, device]
 
 
