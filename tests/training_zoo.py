@@ -16,9 +16,9 @@ def small(**changes):
     return recipe_for("tiny", **({"steps": 12} | SMALL | changes))
 
 
-def text_like(n=3000, vocabulary=48):
+def text_like(n=3000, vocabulary=48, context=16):
     rng = np.random.default_rng(0)
-    return TokenStream.from_array(np.cumsum(rng.integers(0, 3, n)) % vocabulary, context=16)
+    return TokenStream.from_array(np.cumsum(rng.integers(0, 3, n)) % vocabulary, context=context)
 
 
 def trained(norm, recipe, folder=None, **options):

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
 from normgeo.models import memory_explained
+from normgeo.stream import check_context
 from normgeo.system.files import unreadable, write_json
 from normgeo.system.folders import whole_directory
 from normgeo.system.progress import progress_bar
@@ -196,11 +197,14 @@ class Trainer:
             log: called with every step and its row of the curve.
 
         Raises:
+            DataError: held-out text in contexts that are too long, or of another tokenizer.
             NormGeoError: a loss or the gradient is not finite.
             RunError: the disk is full.
         """
         recipe, main = self.recipe, self.accelerator.is_main_process
         tokens = recipe.batch * recipe.context
+        if held_out is not None:  # before any step
+            check_context(self.model, held_out.context)
         if self.step == 0 and is_kept(0, recipe):
             self._keep(None)
         if self.step == recipe.steps and self.folder is not None:
@@ -376,7 +380,7 @@ def train(
         The model in evaluation mode, and its learning curve: a row per step (`Trainer.curve`).
 
     Raises:
-        DataError: too little text, or ids beyond the vocabulary.
+        DataError: too little text, ids beyond the vocabulary, or contexts of held-out text that are too long.
         ModelError: it does not fit into memory.
         NormGeoError: a loss or the gradient is not finite, or the batch cannot be divided.
         RunError: the disk is full; the last state and checkpoints are intact. Or the folder is another training's.

@@ -18,7 +18,7 @@ from normgeo.conversion import checkpoint
 from normgeo.conversion.convert import convert
 from normgeo.errors import DataError, NormGeoError
 from normgeo.models import TwinConfig, TwinLMHeadModel, seeded
-from normgeo.stream import check_context
+from normgeo.stream import check_context, vocabulary
 from normgeo.tokens import TokenStream
 from normgeo.trace import evaluating
 from normgeo.training.compressed import compressed, widened
@@ -101,11 +101,14 @@ def check_trains(model: PreTrainedModel, recipe: Recipe, largest: int) -> None:
         NormGeoError: none of its parameters is trained.
     """
     check_context(model, recipe.context)
-    rows = len(model.get_input_embeddings().weight)  # pyright: ignore
-    if largest >= rows:
-        raise DataError(f"the text has the id {largest}, beyond a vocabulary of {rows:,}")
+    _check_id(model, largest, "the text")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NormGeoError("no parameter of the model is trained; call its requires_grad_() before")
+
+
+def _check_id(model: PreTrainedModel, largest: int, source: str) -> None:
+    if largest >= (rows := vocabulary(model)):
+        raise DataError(f"{source} has the id {largest}, beyond a vocabulary of {rows:,}")
 
 
 def check_saved_alike(norm: str, model: PreTrainedModel, recipe: Recipe, vocabulary: int, end: int | None) -> None:
@@ -171,11 +174,12 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
     """Mean cross-entropy in nats a token, dropout off, over every prediction inside the contexts of `tokens`.
 
     Raises:
-        DataError: there are no two tokens in a row.
+        DataError: there are no two tokens in a row, or an id is beyond the vocabulary.
     """
     total, count = 0.0, 0
     with evaluating(model):
         for batch in tokens.batches(None, rows):
+            _check_id(model, int(batch.ids.max()), tokens.source)
             ids = torch.from_numpy(batch.ids).to(model.device)
             if ids.shape[1] < 2:
                 continue
