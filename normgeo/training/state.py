@@ -15,17 +15,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import safetensors
 import safetensors.torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normgeo.errors import RunError
 from normgeo.system.files import file_digest, unreadable
 from normgeo.system.folders import whole_directory
 
 __all__ = [
-    "AFRESH", "check_weights", "checkpoint_path", "latest_state", "load_state", "named", "save_state", "step_of",
-    "weights_in",
+    "AFRESH", "check_weights", "checkpoint_path", "evaluated", "latest_state", "load_state", "named",
+    "save_state", "step_of", "tensors_of", "weights_in",
 ]  # fmt: skip
 
 AFRESH = "remove it, and the run starts from its beginning"
@@ -87,6 +88,28 @@ def named(state: Path) -> str:
         return f"{state.name} ({file_digest(state / 'state.json')[:8]})"
     except OSError as error:
         raise unreadable(state, error, AFRESH) from error
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a state and a checkpoint have of a model, by name: its parameters, and buffers that are no constants.
+
+    That is not its `state_dict`, in which training forms go by the names of the model that they train as.
+    """
+    lasting = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in lasting}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def evaluated(curve: pd.DataFrame, every: int) -> pd.DataFrame:
+    """What a checkpoint says of a curve, a row per evaluation: the mean training loss since the one before."""
+    group = (curve.step - 1) // every
+    last = {name: curve.groupby(group)[name].last() for name in ("step", "lr", "held_out_loss")}
+    return pd.DataFrame({"train_loss": curve.groupby(group).train_loss.mean()} | last)
 
 
 def weights_in(folder: Path) -> str:

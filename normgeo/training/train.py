@@ -49,13 +49,15 @@ from normgeo.training.recipe import Recipe, is_kept, learning_rate, mixed
 from normgeo.training.state import (
     AFRESH,
     checkpoint_path,
+    evaluated,
     latest_state,
     load_state,
     named,
     save_state,
     step_of,
+    tensors_of,
     weights_in,
-)
+)  # fmt: skip
 from normgeo.training.twins import adamw, build_twin, check_saved_alike, check_trains, evaluate, save_twin
 
 __all__ = ["Trainer", "train"]
@@ -268,7 +270,7 @@ class Trainer:
                 "norm": self.norm, "step": self.step, "recipe": asdict(self.recipe),
                 "data_sha256": self.corpus.digest, "packing": self.corpus.packing,
                 "held_out": None if held_out is None else held_out.digest,
-                "curve": json.loads(_evaluated(self.curve, self.recipe).to_json(orient="records")),
+                "curve": json.loads(evaluated(self.curve, self.recipe.evaluate_every).to_json(orient="records")),
             }  # fmt: skip
             with whole_directory(folder, replace=True) as scratch:
                 save_twin(self.norm, self._empty, values, self.recipe, scratch, self.tokenizer)
@@ -277,13 +279,13 @@ class Trainer:
         by_first(write)
 
     def _values(self, moment: str | None = None) -> dict[str, Tensor]:
-        """All parameters by name, or one of AdamW's moments of them; in the first process alone. All have to ask."""
+        """What is kept of the model by name, or a moment of AdamW's; in the first process alone. All have to ask."""
         found = {}
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves some parameters whole
-        for name, parameter in self.model.named_parameters():
-            value = parameter if moment is None else self._adam.state.get(parameter, {}).get(moment)
+        for name, tensor in tensors_of(self.model).items():
+            value = tensor if moment is None else self._adam.state.get(tensor, {}).get(moment)
             if value is not None:
                 whole = whole_tensor(value.detach())
                 if self.accelerator.is_main_process:
@@ -332,15 +334,13 @@ class Trainer:
         if self.recipe.dropout and before not in (None, now) and self.accelerator.is_main_process:
             said = "each draws its own dropout, and the curve will not be that of a run in one piece"
             warnings.warn(f"{path} is of a run of {before} processes, this one has {now}: {said}", stacklevel=4)
-        for name, parameter in self.model.named_parameters():
+        for name, tensor in tensors_of(self.model).items():
             stored = tensors.get(f"parameter.{name}")
-            if stored is None or stored.shape != parameter.shape:
+            if stored is None or stored.shape != tensor.shape:
                 raise RunError(f"{path} is of another model: {name} does not fit; start a new run")
-            parameter.copy_(part_tensor(stored, parameter))
-            moments = {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}
-            self._adam.state[parameter] = {
-                m: v if m == "step" else part_tensor(v, parameter) for m, v in moments.items()
-            }
+            tensor.copy_(part_tensor(stored, tensor))
+            if moments := {m: tensors[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in tensors}:
+                self._adam.state[tensor] = {m: v if m == "step" else part_tensor(v, tensor) for m, v in moments.items()}
         try:
             if self.accelerator.scaler is not None and about["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(about["scaler"])
@@ -350,13 +350,6 @@ class Trainer:
                 raise ValueError(f"it is of step {self.step} and has a curve of {len(self.rows)} steps")
         except (LookupError, TypeError, ValueError) as error:
             raise unreadable(path, error, AFRESH) from error
-
-
-def _evaluated(curve: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
-    """A row per evaluation: the mean training loss since the one before."""
-    group = (curve.step - 1) // recipe.evaluate_every
-    last = {name: curve.groupby(group)[name].last() for name in ("step", "lr", "held_out_loss")}
-    return pd.DataFrame({"train_loss": curve.groupby(group).train_loss.mean()} | last)
 
 
 def train(

@@ -141,7 +141,7 @@ def save_twin(
     Args:
         norm: which twin.
         model: one of its class and configuration, which may be empty.
-        values: the twin's parameters by name.
+        values: the twin's parameters and buffers by name.
         recipe: how it was trained.
         folder: where to.
         tokenizer: saved along, if there is one.
