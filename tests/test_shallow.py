@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import transformers as hf
 from zoo import tiny
 
-from normgeo.conversion.shallow import Spread, check_alike, shallow_model, spread
+from normgeo.conversion.probing import looking_at
+from normgeo.conversion.shallow import Spread, check_alike, shallow_gauge, shallow_model, spread
 from normgeo.errors import ConversionError
 
 
@@ -31,3 +33,22 @@ def test_as_many_layers_are_looked_at_as_end_like_the_model():
     _, to = shallow_model(type(model), model.config)
     assert not to.unsure
     assert to.depth == 3  # they have the same parameters
+
+
+def test_what_is_read_behind_a_layer_by_its_number_is_read_in_few_layers_too():
+    """Qwen3-VL's language model is given what another norm makes of the image as it is behind some layers."""
+    sizes = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    vision = sizes | {"depth": 8, "patch_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 4}
+    text = sizes | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    config = hf.Qwen3VLConfig(
+        text_config=text | {"vocab_size": 16, "rope_parameters": rope, "pad_token_id": 0},
+        vision_config=vision | {"out_hidden_size": 16, "deepstack_visual_indexes": [4]}, image_token_id=10,
+    )  # fmt: skip
+    ids = torch.tensor([[1, 10, 10, 10, 10, 2]])
+    image = {"pixel_values": torch.randn(16, 12), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with looking_at(["logits"]):
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 10).long(), **image}
+        gauge = shallow_gauge(hf.Qwen3VLForConditionalGeneration, config, inputs)
+    free = {shift.parameter for shift in gauge.writers}
+    assert free.isdisjoint(f"model.visual.blocks.{i}.mlp.linear_fc2.weight" for i in range(5))

@@ -46,17 +46,42 @@ def _lists(model: nn.Module) -> dict[str, int]:
 
 
 def shallow_config(config: PretrainedConfig, lists: Mapping[str, int], depth: int) -> PretrainedConfig:
-    """The configuration with at most `depth` layers in every list, of which there are as many now as `lists` says."""
+    """The configuration with at most `depth` layers in every list, of which there are as many now as `lists` says.
+
+    Where it numbers single layers, as those whose hidden states something else reads, these are in the small one, too.
+    """
     lengths = {n for n in lists.values() if n > depth}
     small = copy.deepcopy(config)
     parts = [small, *(v for v in vars(small).values() if isinstance(v, PretrainedConfig))]
     for part in parts:
+        depths = {name: value for name, value in vars(part).items() if _is_depth(name, value) and value in lengths}
+        own = max(depths.values(), default=0)
         for name, value in list(vars(part).items()):
-            if isinstance(value, int) and value in lengths and any(w in name for w in ("layer", "depth")):
+            if name in depths:
                 setattr(part, name, depth)
             elif isinstance(value, (list, tuple)) and len(value) in lengths:
                 setattr(part, name, value[:depth])
+            elif _numbers_layers(name, value, own):
+                setattr(part, name, type(value)(_earlier(i, own, depth) for i in value))
     return small
+
+
+def _is_depth(name: str, value: Any) -> bool:
+    return isinstance(value, int) and any(word in name for word in ("layer", "depth"))
+
+
+def _numbers_layers(name: str, value: Any, length: int) -> bool:
+    """Whether a configuration's attribute names single layers, of which there are so many, by their numbers."""
+    called = any(word in name for word in ("layer", "index", "indices"))
+    return called and isinstance(value, (list, tuple)) and all(type(i) is int and 0 <= i <= length for i in value)
+
+
+def _earlier(i: int, length: int, depth: int) -> int:
+    """The number of a layer, of `length`, among `depth`.
+
+    Some count from 0 and some from 1: what reads one of the layers between reads behind all of those here, either way.
+    """
+    return depth if i == length else min(i, depth - 1)
 
 
 def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Spread]:
