@@ -135,7 +135,7 @@ def test_what_is_reported_is_the_mean_loss_since_the_last_report():
     trainer.run(report=rows.append)
     losses = trainer.curve.train_loss.to_numpy()
     expected = [losses[:4].mean(), losses[4:8].mean(), losses[8:].mean()]
-    for found in (pd.DataFrame(rows), training._evaluated(trainer.curve, recipe)):
+    for found in (pd.DataFrame(rows), training_state.evaluated(trainer.curve, recipe.evaluate_every)):
         assert found.step.tolist() == [4, 8, 11]
         np.testing.assert_allclose(found.train_loss, expected, rtol=1e-12)
 
