@@ -124,7 +124,7 @@ def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monk
         assert (out / "figures" / f"{name}.png").stat().st_size > 10_000
     with pytest.raises(RunError, match="is complete"):
         resume_checkpoints(out)
-    with pytest.raises(RunError, match="exists already"):
+    with pytest.raises(RunError, match=r"exists already; give another --out$"):
         start_checkpoints(twins, CONFIG, out)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/run.json").write_text(json.dumps({"status": "running"}))

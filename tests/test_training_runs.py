@@ -65,7 +65,7 @@ def test_the_command_trains_saves_reloads_and_measures(tmp_path, normgeo, monkey
     assert curves[0].lr.equals(curves[1].lr)
     assert json.loads((tmp_path / "twins/train.json").read_text())["command"].startswith("normgeo train")
     for again, says in (
-        (words, "exists already; finish it with --resume"), (["train", "--resume", tmp_path / "twins"], "is complete"),
+        (words, "twins exists already; give another --out"), (["train", "--resume", tmp_path / "twins"], "is complete"),
         (["train", "--resume", tmp_path], "holds no train.json"), (["train", "--norm", "x"], "no norm 'x'"),
         (["train", "--data", "nothing.txt", "--out", tmp_path / "new"], "no such data file"),
         (["train", "--device", "tpu", "--data", tmp_path / "text.jsonl", "--out", tmp_path / "new"], "not 'tpu'"),

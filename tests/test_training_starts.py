@@ -30,7 +30,7 @@ def test_a_run_that_came_and_went_meanwhile_is_not_written_over(tmp_path, monkey
         return real(*given)
 
     monkeypatch.setattr(runs, "_prepared", slowly)
-    with pytest.raises(RunError, match=f"{out} exists already; finish it with --resume {out}, or give another --out"):
+    with pytest.raises(RunError, match=f"{out} exists already; give another --out"):
         started(tmp_path, out, recipe=small(steps=2))
     assert '"steps": 1,' in (out / "train.json").read_text()
     assert (out / "rmsnorm/checkpoints/step-00000001").is_dir()

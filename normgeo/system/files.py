@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "file_digest", "is_full", "on_the_way",
-    "read_table", "sync", "unreadable", "unwritable", "write_json", "write_synced", "write_table", "write_whole",
+    "read_table", "status_in", "sync", "unreadable", "unwritable", "write_json", "write_synced", "write_table",
+    "write_whole",
 ]  # fmt: skip
 
 PARTIAL = ".partial"
@@ -151,6 +152,14 @@ def sync(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file as `write_whole` does."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def status_in(record: Path) -> str | None:
+    """How far a run has come, as its record says; None where there is no record that can be read."""
+    try:
+        return json.loads(record.read_text())["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def unreadable(path: Path | str, error: Exception, instead: str) -> RunError:

@@ -34,7 +34,15 @@ from normgeo.hub import revisions
 from normgeo.loading import commit_of
 from normgeo.models import on_cpu
 from normgeo.rows import SINGLE
-from normgeo.system.files import check_folder, disk_explained, read_table, unreadable, write_json, write_whole
+from normgeo.system.files import (
+    check_folder,
+    disk_explained,
+    read_table,
+    status_in,
+    unreadable,
+    write_json,
+    write_whole,
+)  # fmt: skip
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
 from normgeo.training.state import check_weights
@@ -167,7 +175,7 @@ def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options
     check_folder(out)
     with alone(out):
         if taken(out):
-            hint = f", or --resume {out}" if (out / "run.json").is_file() else ""
+            hint = f", or --resume {out}" if status_in(out / "run.json") == "running" else ""
             raise RunError(f"{out} exists already; give another --out{hint}")
         points, config = find_checkpoints(where, config.revision), config.absolute()
         record = new_record(config) | {"checkpoints": str(where if _on_hub(where) else Path(where).absolute())}

@@ -25,7 +25,7 @@ from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
 from normgeo.numbers import check_number
-from normgeo.system.files import check_folder, disk_explained, unreadable, write_json
+from normgeo.system.files import check_folder, disk_explained, status_in, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
@@ -177,7 +177,7 @@ def _record(config: TrainConfig, recipe: Recipe, out: Path, given: _Given) -> di
 
 
 def _occupied(out: Path) -> RunError:
-    hint = f"finish it with --resume {out}, or " if (out / "train.json").is_file() else ""
+    hint = f"finish it with --resume {out}, or " if status_in(out / "train.json") == "running" else ""
     return RunError(f"{out} exists already; {hint}give another --out")
 
 
