@@ -294,6 +294,7 @@ def test_a_tokenizer_in_python_is_resumed(tmp_path):
             ("--data", "text.jsonl", "--exclude", "ids.npy"),
             "--exclude takes documents (.jsonl or .txt",
         ),
+        (("--data", "text.jsonl", "--exclude", "wikipedia"), "documents to leave out: wikipedia; give one (.jsonl or"),
         (("--data", "text.jsonl", "--tokenizer", "t", "--vocabulary", 300), "the tokenizer t has a vocabulary of its"),
         (
             ("--data", "text.jsonl", "--tokenizer", "nope"),

@@ -8,6 +8,7 @@ import torch
 from training_zoo import articles, command, small, stopping
 
 from normgeo.errors import DataError, RunError
+from normgeo.tokens import SAMPLE
 from normgeo.training import runs
 from normgeo.training.runs import TrainConfig, output, resume_training, start_training
 from normgeo.training.state import latest_state, named, save_state
@@ -34,6 +35,21 @@ def test_a_run_that_came_and_went_meanwhile_is_not_written_over(tmp_path, monkey
         started(tmp_path, out, recipe=small(steps=2))
     assert '"steps": 1,' in (out / "train.json").read_text()
     assert (out / "rmsnorm/checkpoints/step-00000001").is_dir()
+
+
+def test_the_sample_is_left_out_by_its_name(tmp_path, monkeypatch):
+    texts = [json.loads(line)["text"] for line in SAMPLE.read_text().splitlines()]
+    monkeypatch.setattr("normgeo.tokens.SAMPLE", short := tmp_path / "sample.jsonl")
+    monkeypatch.setattr(runs, "SAMPLE", short)
+    short.write_text(json.dumps({"text": texts[0][:500]}))
+    articles(tmp_path)
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write("\n" + short.read_text())
+    config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), "sample", vocabulary=300, device="cpu")
+    assert config.absolute().exclude == "sample"
+    given = runs._prepared(config, small(), None)
+    assert given.excluded == {texts[0][:500]}
+    assert given.held_out.source == "sample"
 
 
 def test_starts_without_a_directory_get_one_each(tmp_path, monkeypatch):

@@ -22,7 +22,9 @@ def train(
     data: Annotated[
         str, typer.Option(help="openwebtext, wikipedia ..., what `angles` takes; from the hub it is streamed.")
     ] = "openwebtext",
-    exclude: Annotated[Path | None, typer.Option(help="A file of documents to leave out: the held-out text.")] = None,
+    exclude: Annotated[
+        Path | None, typer.Option(help="A file of documents to leave out, or sample: the held-out text.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or directory.", show_default="learnt from a file; GPT-2's for streams")
     ] = None,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import accelerate
 from accelerate.utils import broadcast_object_list
 
-from normgeo.documents import KINDS, read_documents
+from normgeo.documents import KINDS, located, read_documents
 from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.loading import load_tokenizer
 from normgeo.models import tokenizer_digest
@@ -50,7 +50,7 @@ class TrainConfig:
     Attributes:
         norm: one of the norms, or `both`: layernorm and rmsnorm.
         data: openwebtext, wikipedia, sample, or what else `load_tokens` takes by name or path.
-        exclude: a file of documents to leave out: the held-out text.
+        exclude: a file of documents to leave out, or sample: the held-out text.
         tokenizer: hub id or directory; None learns one from a file of text, and is GPT-2's for what is streamed.
         vocabulary: size of the vocabulary that is learnt, or of the ids in a .npy file; None is 4096.
         device: auto, cpu, cuda or mps.
@@ -74,7 +74,7 @@ class TrainConfig:
 
     def absolute(self) -> TrainConfig:
         """The same for a process that works in another directory; of the tokenizer the run has a copy."""
-        return replace(self, data=absolute(self.data), exclude=self.exclude and str(Path(self.exclude).absolute()))
+        return replace(self, data=absolute(self.data), exclude=self.exclude and absolute(self.exclude))
 
 
 SAME = "give all of them the same, in one directory that all of them see"
@@ -245,6 +245,8 @@ def _check(config: TrainConfig) -> None:
         raise NormGeoError(f"{config.data} holds token ids, which have no documents to leave out: leave out --exclude")
     if config.exclude and holds_ids(config.exclude):
         raise NormGeoError(f"--exclude takes documents ({KINDS}), no token ids: {config.exclude}")
+    if config.exclude and not located(_named(config.exclude))[0].exists():
+        raise DataError(f"no such file of documents to leave out: {config.exclude}; give one ({KINDS}), or sample")
     if config.vocabulary is None:
         return
     if name:
@@ -256,7 +258,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision
     if hub := on_hub(config.data):  # which is said first where it is out of reach
         pinned: list[Any] = broadcast_object_list([hub.pinned(revision).revision])
         revision = pinned[0]
-    excluded = set(read_documents(config.exclude)) if config.exclude else set()
+    excluded = set(read_documents(_named(config.exclude))) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
     corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded, revision)
     vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
@@ -266,13 +268,17 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision
     return _Given(tokenizer, corpus, vocabulary, excluded, held_out, revision)
 
 
+def _named(data: str) -> str | Path:
+    """Where the texts of a file are that goes by its path or is the sample."""
+    return SAMPLE if data == "sample" else data
+
+
 def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> Any:
     if holds_ids(config.data):
         return None
     name = stored or config.tokenizer or (GPT2 if on_hub(config.data) else None)
     if name is None:
-        path = SAMPLE if config.data == "sample" else config.data
-        texts = (text for text in read_documents(path) if text not in excluded)
+        texts = (text for text in read_documents(_named(config.data)) if text not in excluded)
         return train_tokenizer(texts, config.vocabulary or VOCABULARY)
     unknown = f"cannot load the tokenizer {name!r}; give --tokenizer a directory or a hub id"
     try:
