@@ -1,13 +1,23 @@
 """Training with what one hands over in Python: models of one's own, and held-out text."""
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from training_zoo import small, stopping, text_like, trained
 from transformers import GPT2LMHeadModel
 
-from normgeo.errors import DataError
+from normgeo.angles.runs import RunConfig
+from normgeo.comparison.compare import compare_run
+from normgeo.errors import DataError, RunError
 from normgeo.training import train as training
+from normgeo.training.checkpoint_angles import (
+    find_checkpoints,
+    measure_checkpoints,
+    resume_checkpoints,
+    start_checkpoints,
+)
+from normgeo.training.runs import TrainConfig, resume_training, start_training
 from normgeo.training.twins import build_twin
 
 
@@ -50,3 +60,22 @@ def test_buffers_are_kept_and_resumed(tmp_path, monkeypatch):
 def test_held_out_text_of_another_model_is_refused(held_out, says):
     with pytest.raises(DataError, match=says):
         trained("rmsnorm", small(steps=2, evaluate_every=1), held_out=held_out())
+
+
+def test_directories_may_be_strings(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.Trainer, "_draw", lambda self: None)
+    run, ids = str(tmp_path / "run"), str(tmp_path / "ids.npy")
+    np.save(ids, np.arange(64).reshape(4, 16) % 48)
+    trained("rmsnorm", small(steps=1, checkpoint_every=1), run)
+    points, config = find_checkpoints(run), RunConfig((), ids, null=2, device="cpu")
+    measure_checkpoints(points, config, str(tmp_path / "parts"), progress=False)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [f"run-0000000{n}.parquet" for n in (0, 1)]
+    with pytest.raises(RunError, match="exists already"):
+        start_checkpoints(run, config, run)
+    assert resume_checkpoints(run) is None
+    with pytest.raises(RunError, match="exists already"):
+        start_training(TrainConfig("rmsnorm", ids, device="cpu"), small(steps=1), run)
+    with pytest.raises(RunError, match="there is no training to resume"):
+        resume_training(run)
+    with pytest.raises(RunError, match="is not an empty directory"):
+        compare_run(RunConfig(("a", "b"), ids), run)

@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 def compare_run(
     config: RunConfig,
-    out: Path,
+    out: str | Path,
     *,
     naive: bool = False,
     rounds: int = 7,
@@ -274,7 +274,7 @@ def compare_run(
         ConversionError: `naive`, and the reference has no LayerNorm.
         NormGeoError: whatever is wrong with a model, the data or a number.
     """
-    _check_writable(out)
+    _check_writable(out := Path(out))
     check_numbers(rounds=rounds)
     device, names, trust = usable_device(config.device), config.models, config.trust_remote_code
     if len(names) == 1 and not naive:

@@ -159,7 +159,7 @@ def _with_configuration(folder: Path) -> Iterator[Path]:
         seen.add(home)
 
 
-def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options: Any) -> pd.DataFrame:
+def start_checkpoints(where: Path | str, config: RunConfig, out: str | Path, **options: Any) -> pd.DataFrame:
     """Measure every checkpoint that `find_checkpoints` finds, in a new directory; see `measure_checkpoints`.
 
     Args:
@@ -172,7 +172,7 @@ def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options
         RunError: the directory holds something, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with a model or the data.
     """
-    check_folder(out)
+    check_folder(out := Path(out))
     with alone(out):
         if taken(out):
             hint = f", or --resume {out}" if status_in(out / "run.json") == "running" else ""
@@ -183,7 +183,7 @@ def start_checkpoints(where: Path | str, config: RunConfig, out: Path, **options
             return _finish(points, config, out, record, **options)
 
 
-def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
+def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Raises:
@@ -191,6 +191,7 @@ def resume_checkpoints(out: Path, *, trust_remote_code: bool = False, **options:
             checkpoint are no longer those it began with, or it runs a repository's code and `trust_remote_code` does
             not say so now.
     """
+    out = Path(out)
     try:
         record = json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
@@ -233,7 +234,7 @@ def _finish(
 def measure_checkpoints(
     points: list[Checkpoint],
     config: RunConfig,
-    parts: Path | None = None,
+    parts: str | Path | None = None,
     *,
     announce: Callable[[str], None] = lambda line: None,
     note: Callable[[Checkpoint, dict[str, Any]], None] = lambda point, about: None,
@@ -262,6 +263,7 @@ def measure_checkpoints(
         "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
         "progress": progress,
     }  # fmt: skip
+    parts = None if parts is None else Path(parts)
     files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
     done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}

@@ -93,7 +93,7 @@ def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
         yield shared[0]
 
 
-def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: Any) -> dict[str, Path]:
+def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **options: Any) -> dict[str, Path]:
     """Train twins in a new directory.
 
     Returns:
@@ -103,7 +103,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
         RunError: the directory holds something, or the disk is full.
         NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
     """
-    state = processes(config.device)
+    out, state = Path(out), processes(config.device)
     occupied = taken(out)
     state.wait_for_everyone()  # no process writes before every one has looked
     if occupied:
@@ -144,14 +144,14 @@ def start_training(config: TrainConfig, recipe: Recipe, out: Path, **options: An
             return _train_all(config, recipe, out, record, given, **options)
 
 
-def resume_training(out: Path, **options: Any) -> dict[str, Path]:
+def resume_training(out: str | Path, **options: Any) -> dict[str, Path]:
     """Finish an interrupted training with the settings it was started with.
 
     Raises:
         RunError: there is none, it is complete, another process is at it, the data or the tokenizer are others now or
             missing, or nothing can be written.
     """
-    record, config, recipe = _read(out)
+    record, config, recipe = _read(out := Path(out))
     check_folder(out, "--resume")
     processes(config.device)
     with ExitStack() as stack:

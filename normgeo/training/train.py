@@ -92,13 +92,14 @@ class Trainer:
         recipe: Recipe,
         corpus: Corpus,
         vocabulary: int,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         *,
         tokenizer: Any = None,
         device: str = "auto",
         model: PreTrainedModel | None = None,
     ) -> None:
-        self.norm, self.recipe, self.corpus, self.folder, self.tokenizer = norm, recipe, corpus, folder, tokenizer
+        self.norm, self.recipe, self.corpus, self.tokenizer = norm, recipe, corpus, tokenizer
+        self.folder = folder = None if folder is None else Path(folder)
         self.accelerator = start_accelerator(recipe, device)
         check_sharding(norm, self.accelerator)
         end = getattr(tokenizer, "eos_token_id", None)
@@ -357,7 +358,7 @@ def train(
     recipe: Recipe,
     corpus: Corpus,
     vocabulary: int,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     *,
     held_out: TokenStream | None = None,
     tokenizer: Any = None,
