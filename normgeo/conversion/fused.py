@@ -25,6 +25,9 @@ refcount = sys.getrefcount
 is_inference = torch.is_inference_mode_enabled
 is_grad_enabled = torch.is_grad_enabled  # looked up once; what is asked at every norm may take no longer than it saves
 
+NOBODY = 0, 0, 0, 0
+"""How many hold a residual, by references and aside, and what is added to it."""
+
 NO_GRAD = "an optimized model is for inference: call it under torch.no_grad() or inference_mode()"
 
 
@@ -150,12 +153,27 @@ def _begins(tensor: Tensor) -> int:
         return 0
 
 
-def _views(tensor: Tensor) -> int:
-    """How many tensors there are of its memory."""
+def _alone() -> int:
+    """How many references there are to a tensor that a view alone is of."""
+    view = torch.ones(1)[:]
+    base = view._base
+    return refcount(base)
+
+
+def _aside(tensor: Tensor) -> int:
+    """How many hold its memory by other tensors: by views, or by the one that it is a view of, which a view holds too.
+
+    In inference mode no view does, so that this one is not counted.
+    """
     try:
-        return storage_users(tensor.untyped_storage()._cdata)
+        users = storage_users(tensor.untyped_storage()._cdata)
     except RuntimeError:
         return 0
+    base = tensor._base
+    return users if base is None else users - 1 + refcount(base) - ALONE
+
+
+ALONE = _alone()
 
 
 def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> Tensor:
@@ -231,15 +249,15 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
     again = of_residual == "read" and not augmented
     if reader is None or again or not alike or not (residual is own or _is(own, residual)):
         return _summed(stream, plus, a, b)
-    bare, most = _bare(object()), block.normgeo_held.get(place, (0, 0))
-    held, of_addend = refcount(residual) - bare + _views(residual), refcount(x) - bare + _views(x)
+    bare, most = _bare(object()), block.normgeo_held.get(place, NOBODY)
+    held = refcount(residual) - bare, _aside(residual), refcount(x) - bare, _aside(x)
     if stream.mode == "exact":
-        most = block.normgeo_held[place] = max(held, most[0]), max(of_addend, most[1])
-    elif held > most[0]:  # by somebody who was not there when this was verified
+        most = block.normgeo_held[place] = tuple(map(max, held, most))
+    elif held[0] > most[0] or held[1] > most[1]:  # by somebody who was not there when this was verified
         return _summed(stream, plus, a, b)
     norm, inner, over = reader
     over = over and (same or (inner and stream.narrow)) and _begins(x) not in stream.given
-    over = over and of_addend <= most[1]
+    over = over and held[2] <= most[2] and held[3] <= most[3]
     z = None
     if stream.mode == "fast":
         try:  # as attributes they take as long as the rest of this function
