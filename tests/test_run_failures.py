@@ -82,3 +82,22 @@ def test_scalars_of_which_some_are_gone_are_not_gone_on_with(stopped, monkeypatc
         kept.rename(folder / gone)
     resume_run(stopped, progress=False)
     assert json.loads((stopped / "run.json").read_text())["status"] == "complete"
+
+
+@pytest.mark.parametrize("state", ["flipped", "another model's", "of fewer tokens"])
+def test_statistics_that_are_not_those_that_were_committed_are_not_gone_on_with(stopped, state):
+    file = stopped / "state/gpt2.safetensors"
+    saved = bytearray(file.read_bytes())
+    if state == "flipped":
+        saved[-9] ^= 1
+        file.write_bytes(saved)
+    elif state == "of fewer tokens":
+        file.write_bytes(saved.replace(b'"tokens_done":"128"', b'"tokens_done":"064"'))
+    else:
+        tiny("gpt2", seed=1).save_pretrained(stopped.parent / "other/gpt2")
+        ids = str(stopped.parent / "ids.npy")
+        other = RunConfig((str(stopped.parent / "other/gpt2"),), ids, null=4, batch=1, device="cpu")
+        start_run(other, stopped.parent / "another", progress=False)
+        (stopped.parent / "another/state/gpt2.safetensors").rename(file)
+    with pytest.raises(RunError, match=r"gpt2\.safetensors is damaged, or was written by another version .*checksum"):
+        resume_run(stopped, progress=False)

@@ -1,7 +1,7 @@
 """Runs: a directory that an analysis writes, that a kill cannot damage, and that `resume` finishes.
 
 run.json            what was run on what: configuration, models and data by hash, versions, command line
-state/<model>.safetensors   the statistics so far, renamed into place after every block of tokens
+state/<model>.safetensors   the statistics so far and their checksum, renamed into place after every block of tokens
 scalars.zarr/<model>        per-token scalars, where kept
 angles.parquet, sinks.parquet, verdict.md, figures/, report.html   written when every model is done
 """
@@ -9,6 +9,7 @@ angles.parquet, sinks.parquet, verdict.md, figures/, report.html   written when 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import platform
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+from torch import Tensor
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
@@ -33,7 +35,7 @@ from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import check_there, label_of
 from normgeo.models import on_cpu
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, disk_explained, is_full, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, is_full, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.versions import versions
@@ -246,8 +248,8 @@ def _measure(
     statistics = new_statistics(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
-    path = _state(out, job.about["model"])
-    done = _restore(path, statistics)
+    path, of = _state(out, job.about["model"]), _measured_what(config, job)
+    done = _restore(path, statistics, of)
     if done >= job.n_tokens:
         return statistics
     writer = None
@@ -270,22 +272,46 @@ def _measure(
                 check_seen(statistics)  # where nothing in a whole block has an angle, nothing will
                 if writer is not None:
                     writer.flush()
-                write_whole(path, safetensors.torch.save(statistics.state_dict(), metadata={"tokens_done": str(done)}))
+                write_whole(path, _saved(statistics, done, of))
                 uncommitted = 0
             advance(batch.n_tokens)
     return statistics
 
 
-def _restore(path: Path, statistics: AngleStatistics) -> int:
+def _measured_what(config: RunConfig, job: Job) -> str:
+    """What statistics are of, so that those of another model or run are not gone on with."""
+    known = [job.about[key] for key in ("weights_sha256", "data_sha256", "packing", "dtype")]
+    drawn = [config.null, config.null_every, config.seed]
+    return json.dumps([*known, job.n_tokens, [site.key for site in job.sites], *drawn])
+
+
+def _saved(statistics: AngleStatistics, done: int, of: str) -> bytes:
+    """The file of the statistics of so many tokens."""
+    state, tokens_done = statistics.state_dict(), str(done)
+    return safetensors.torch.save(state, {"tokens_done": tokens_done, "sha256": _checksum(state, tokens_done, of)})
+
+
+def _checksum(state: Mapping[str, Tensor], tokens_done: str, of: str) -> str:
+    digest = hashlib.sha256(json.dumps([of, tokens_done]).encode())
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _restore(path: Path, statistics: AngleStatistics, of: str) -> int:
     """Load the committed statistics, if any, and say of how many tokens they are."""
     if not path.is_file():
         return 0
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            done = int(file.metadata()["tokens_done"])
-            statistics.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        done = int(about["tokens_done"])
+        if about["sha256"] != _checksum(state, about["tokens_done"], of):
+            raise ValueError("its checksum is wrong")
+        statistics.load_state_dict(state)
     except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise RunError(f"{path} is damaged ({error}); start again in another directory") from error
+        raise unreadable(path, error, "start again in another directory") from error
     return done
 
 
