@@ -1,12 +1,17 @@
 """Recipes: table 2 and appendix A.2, and what makes no sense."""
 
+import json
 import math
+from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 from training_zoo import small, trained
 
 from normgeo.errors import NormGeoError
 from normgeo.training.recipe import SIZES, is_kept, learning_rate, recipe_for
+from normgeo.training.runs import TrainConfig
 from normgeo.training.twins import build_twin
 
 
@@ -57,6 +62,17 @@ def test_recipes_that_make_no_sense_are_refused(untyped):
         trained("rmsnorm", small(precision="fp16"))
     with pytest.raises(NormGeoError, match="no norm 'batchnorm'"):
         build_twin("batchnorm", small(), 48)
+
+
+def test_numbers_of_numpys_are_plain_ones(untyped):
+    """Which a run's record has: else it would be said after steps that nothing keeps."""
+    changes = {"seed": 3, "steps": 5, "checkpoint_every": 1, "lr": 0.5, "clip": 2, "tied": False}
+    given = {"seed": np.int64(3), "steps": np.int32(5), "checkpoint_every": np.uint8(1), "lr": np.float32(0.5),
+             "clip": np.int64(2), "tied": np.bool_(False)}  # fmt: skip
+    assert json.dumps(asdict(recipe_for("tiny", **given))) == json.dumps(asdict(recipe_for("tiny", **changes)))
+    config = TrainConfig(data=Path("a.txt"), tokenizer=Path("b"), exclude=Path("c.txt"), vocabulary=np.int64(300))
+    assert json.dumps(asdict(config)) == json.dumps(asdict(TrainConfig("both", "a.txt", "c.txt", "b", 300)))
+    assert build_twin("rmsnorm", small(), np.int64(48)).config.vocab_size == 48
 
 
 def test_half_way_through_the_decay_the_rate_is_half_way_down():

@@ -19,6 +19,9 @@ NORMS = ("layernorm", "rmsnorm", "pre-rmsnorm", "pre-crmsnorm")
 
 PRECISIONS = ("no", "bf16", "fp16")
 LEAST = {"warmup": 0, "seed": 0, "context": 2}  # a context of one token predicts nothing
+PLAIN = {"int": int, "int | None": int, "float": float, "bool": bool}
+"""What fields are, by how their types are written."""
+
 MOST = 2**31 - 1
 SEEDS = 2**63 - 1
 
@@ -74,6 +77,8 @@ class Recipe:
             if field.type == "int" or (field.name == "checkpoint_every" and value is not None):
                 most = SEEDS if field.name == "seed" else MOST
                 check_number(field.name, value, LEAST.get(field.name, 1), most)
+            if value is not None:  # numpy's are none that JSON knows
+                object.__setattr__(self, field.name, PLAIN.get(str(field.type), lambda same: same)(value))
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise NormGeoError(f"--lr, the learning rate, must be finite and above 0, received {self.lr}")
         if not 0 <= self.dropout < 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
+import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from normgeo.documents import KINDS, located, read_documents
@@ -66,6 +67,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.norm not in (*NORMS, "both"):
             raise NormGeoError(f"no norm {self.norm!r} to train; choose {', '.join(NORMS)} or both")
+        for name, value in vars(self).copy().items():  # JSON knows neither numpy's numbers nor paths
+            if isinstance(value, np.integer | Path):
+                object.__setattr__(self, name, int(value) if isinstance(value, np.integer) else str(value))
 
     @property
     def norms(self) -> tuple[str, ...]:

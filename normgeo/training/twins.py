@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformer
 def _shape(recipe: Recipe, vocabulary: int, end: int | None) -> dict[str, Any]:
     return {
         "n_layer": recipe.layers, "n_embd": recipe.d, "n_head": recipe.heads, "n_positions": recipe.context,
-        "vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end,
+        "vocab_size": operator.index(vocabulary), "bos_token_id": end, "eos_token_id": end,
         "embd_pdrop": recipe.dropout, "attn_pdrop": 0.0, "resid_pdrop": recipe.dropout,
         "tie_word_embeddings": recipe.tied,
     }  # fmt: skip
