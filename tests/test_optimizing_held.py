@@ -34,6 +34,25 @@ class Viewed(Block):
         return x + last
 
 
+class Handed(Block):
+    """Its input, its middle or what it adds is given back by a function, and read where texts are long."""
+
+    def __init__(self, kept, function):
+        super().__init__()
+        self.kept, self.function = kept, function
+
+    def forward(self, x):
+        before = self.function(x) if self.kept == "before" else None
+        mixed = self.mixed(x)
+        branch = self.function(mixed) if self.kept == "branch" else None
+        x = x + mixed
+        middle = self.function(x) if self.kept == "middle" else None
+        x = x + self.mlp(self.norm2(x))
+        if x.shape[1] > 20:
+            x = x + next(value for value in (before, branch, middle) if value is not None).view(x.shape)
+        return x
+
+
 class Masking(Block):
     """Where texts are long its sum is written over in place before the norm reads it."""
 
@@ -155,6 +174,13 @@ def test_views_that_are_read_later_stay_what_they_were():
     """On the short inputs that it was verified on there are none."""
     converted, optimized = built(Viewed)
     agree(converted, optimized)
+
+
+@pytest.mark.parametrize("function", [nn.Dropout().eval(), nn.Flatten(0, 1)])
+@pytest.mark.parametrize("kept", ["before", "branch", "middle"])
+def test_what_a_function_gives_back_under_another_name_stays_what_it_was(kept, function):
+    """Dropout's output is its input in evaluation, and nothing but a run tells; on short inputs nobody reads it."""
+    agree(*built(lambda: Handed(kept, function)))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from normgeo.conversion.liveness import operands_of, parameters
+from normgeo.conversion.liveness import operands_of, parameters, read_behind
 
 __all__ = ["rewritten"]
 
@@ -24,11 +24,13 @@ class _Additions(ast.NodeTransformer):
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.block, self.count, self.operands = parameters(function)[0], 0, operands_of(function)
+        self.behind = read_behind(function)
 
     def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
         self.count += 1
         operands = self.operands.get(node, ("read", "read"))
-        told = [ast.Constant(value) for value in (self.count, augmented, *operands)]
+        behind: Any = self.behind.get(node, frozenset())  # a set of names is a constant, too
+        told = [ast.Constant(value) for value in (self.count, augmented, *operands, behind)]
         return ast.Call(ast.Name(ADD, ast.Load()), [ast.Name(self.block, ast.Load()), *told, a, b], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
@@ -55,7 +57,7 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
     Args:
         cls: a class of blocks.
         add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, what a
-            and b are (`liveness.Operand`), and the two that are added.
+            and b are (`liveness.Operand`), the names that may be read behind it, and the two that are added.
     """
     inner = inspect.unwrap(cls.forward)
     if not isinstance(inner, FunctionType) or inner.__code__.co_freevars:

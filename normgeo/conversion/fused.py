@@ -217,7 +217,17 @@ def _summed(stream: Stream, plus: Callable[[Any, Any], Any], a: Any, b: Any) -> 
     return total
 
 
-def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, a: Any, b: Any) -> Any:
+def _in_names(x: Tensor, names: frozenset[str], frame: Any, block: Any) -> bool:
+    """Whether variables of these names, where the block runs, hold the memory of x: by whatever was called for them."""
+    while frame is not None and all(value is not block for value in frame.f_locals.values()):
+        frame = frame.f_back
+    held = () if frame is None else (value for name, value in frame.f_locals.items() if name in names)
+    return _begins(x) in map(_begins, _tensors(held))
+
+
+def added(
+    block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, behind: frozenset[str], a: Any, b: Any
+) -> Any:
     """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next.
 
     That is written over the other one, where its name alone holds it, which nothing reads again, or nothing at all. So
@@ -238,8 +248,14 @@ def added(block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand,
         if stream.seen is not None and _is(stream.seen[0], residual):
             stream.added_to.append((weakref.ref(residual), block, place))
         alone = of_x != "read" and refcount(x) - _bare(object()) <= (of_x == "name")
-        stream.seen = (total, block, place, alone and _begins(x) != 0)
-        if alone and _begins(x):
+        frame = sys._getframe(1)
+        alone = alone and _begins(x) != 0 and not _in_names(x, behind, frame, block)
+        stream.seen = (total, block, place, alone)
+        if not augmented and _in_names(residual, behind, frame, block):
+            block.normgeo_next[place] = None
+        elif not alone and (known := block.normgeo_next.get(place)):
+            block.normgeo_next[place] = known._replace(over=False)
+        if alone:
             stream.addends.append((StorageWeakRef(x.untyped_storage()), block, place))
         return total
     reader, own = block.normgeo_next.get(place), stream.own

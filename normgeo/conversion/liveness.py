@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-__all__ = ["Operand", "operands_of", "parameters"]
+__all__ = ["Operand", "operands_of", "parameters", "read_behind"]
 
 Operand = Literal["read", "name", "value"]
 """Of an operand: the function may read it again; it is the value of a name that nothing reads again; or of none."""
@@ -49,6 +49,24 @@ def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Opera
             found[node] = (
                 _kind(a, operands, path, alike, shared), _kind(b, operands, path, alike, shared),
             )  # fmt: skip
+    return found
+
+
+def read_behind(function: ast.FunctionDef) -> dict[ast.AST, frozenset[str]]:
+    """For each addition the names that the function may read again behind it, whatever they hold.
+
+    Which of them hold what is added, for a function that was called gave it back, is seen where it runs.
+    """
+    within = [node for statement in function.body for node in ast.walk(statement)]
+    shared = {name for node in within if isinstance(node, INNER) for name in _loads(node)}  # whenever they run
+    every = {name for statement in function.body for name in _names(statement)} | set(parameters(function))
+    found = dict[ast.AST, frozenset[str]]()
+    for path in _paths(function.body, []):
+        for node in _own_nodes(path[-1][0][path[-1][1]]):
+            if (operands := _operands(node)) is not None:
+                here, own = _loads_of(path[-1][0][path[-1][1]]), [name for part in operands for name in _names(part)]
+                again = {n for n in every if here.count(n) > own.count(n) or _read_behind(n, path)}
+                found[node] = frozenset(again | shared)
     return found
 
 
