@@ -9,7 +9,7 @@ from transformers import GPT2LMHeadModel
 
 from normgeo.angles.runs import RunConfig
 from normgeo.comparison.compare import compare_run
-from normgeo.errors import DataError, RunError
+from normgeo.errors import DataError, ModelError, RunError
 from normgeo.training import train as training
 from normgeo.training.checkpoint_angles import (
     find_checkpoints,
@@ -69,6 +69,8 @@ def test_directories_may_be_strings(tmp_path, monkeypatch):
     trained("rmsnorm", small(steps=1, checkpoint_every=1), run)
     points, config = find_checkpoints(run), RunConfig((), ids, null=2, device="cpu")
     measure_checkpoints(points, config, str(tmp_path / "parts"), progress=False)
+    with pytest.raises(ModelError, match="there are no checkpoints to measure"):
+        measure_checkpoints(points[:0], config)
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [f"run-0000000{n}.parquet" for n in (0, 1)]
     with pytest.raises(RunError, match="exists already"):
         start_checkpoints(run, config, run)

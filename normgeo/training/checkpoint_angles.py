@@ -254,10 +254,13 @@ def measure_checkpoints(
             the cache has it still: there may be hundreds to load.
 
     Raises:
+        ModelError: there are no checkpoints.
         RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
             weights.
         NormGeoError: whatever is wrong with a model or the data.
     """
+    if not points:
+        raise ModelError("there are no checkpoints to measure; give at least one")
     config = replace(config, data="wikipedia" if config.data is None else config.data)
     options: dict[str, Any] = {
         "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
