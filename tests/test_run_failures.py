@@ -11,6 +11,7 @@ from zoo import tiny
 from normgeo import AngleTable, load_model, load_tokenizer
 from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
+from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import RunError
 
 
@@ -82,6 +83,21 @@ def test_scalars_of_which_some_are_gone_are_not_gone_on_with(stopped, monkeypatc
         kept.rename(folder / gone)
     resume_run(stopped, progress=False)
     assert json.loads((stopped / "run.json").read_text())["status"] == "complete"
+
+
+def test_scalars_whose_metadata_is_damaged_are_not_gone_on_with_either(stopped, monkeypatch):
+    folder = stopped / "scalars.zarr/gpt2"
+    monkeypatch.setattr(runs, "stream", lambda *_: pytest.fail("something was measured"))
+    for name in ("", "tokens/id/", "sites/transformer.h.1.ln_1/pre/"):
+        file = folder / f"{name}zarr.json"
+        kept = file.read_bytes()
+        for content in (kept[:100], b"", kept.replace(b'"node_type"', b'"mode_type"')):
+            file.write_bytes(content)
+            with pytest.raises(RunError, match=r"/gpt2.* is damaged .*; put it back, or start again"):
+                resume_run(stopped, progress=False)
+            with pytest.raises(RunError, match=r"/gpt2"):
+                ScalarStore(folder).norms("transformer.h.1.ln_1")
+        file.write_bytes(kept)
 
 
 @pytest.mark.parametrize("state", ["flipped", "another model's", "of fewer tokens"])

@@ -41,6 +41,10 @@ TOKENS = ("tokens/id", "tokens/document", "tokens/position")
 WHOLE: Any = {"write_empty_chunks": True}
 """Chunks of which all is zero or NaN are written as others are, so that one that is not there is missing."""
 
+RESTORE = "put it back, or measure again with --keep scalars"
+DAMAGED = (OSError, ValueError, KeyError, TypeError)
+"""What zarr raises where its metadata is missing or damaged."""
+
 Rows = dict[tuple[int, str], Tensor]
 """By a site's index and the phase: norms and angles, [vectors, quantities]."""
 
@@ -126,7 +130,7 @@ class ScalarWriter:
         """See that all of the first tokens is there, before others are measured that would be written behind them.
 
         Raises:
-            RunError: it is not.
+            RunError: it is not, or what says how it lies is damaged.
         """
         of_sites = (f"sites/{self.sites[i].key}/{phase}" for i, phase in _kept(self.sites))
         ends = dict.fromkeys(TOKENS, "") | dict.fromkeys(of_sites, "/0")
@@ -137,6 +141,12 @@ class ScalarWriter:
                     f"{self.path / name / absent[0]} is missing, of {done:,} tokens that were measured; put it back, "
                     "or start again in another directory"
                 )
+            try:
+                self._array(name)
+            except DAMAGED as error:
+                raise RunError(
+                    f"{self.path / name} is damaged ({error}); put it back, or start again in another directory"
+                ) from error
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
         """Keep the norms and angles of the batch that has just gone through the statistics."""
@@ -181,11 +191,14 @@ class ScalarWriter:
         self._rows.clear()
 
     def _write(self, name: str, start: int, values: np.ndarray) -> None:
+        self._array(name)[start : start + len(values)] = values
+
+    def _array(self, name: str) -> zarr.Array:
         if name not in self._arrays:
             self._root = self._root or zarr.open_group(self.path, mode="r+")
             with zarr.config.set({f"array.{option}": value for option, value in WHOLE.items()}):
                 self._arrays[name] = self._root[name]  # pyright: ignore
-        self._arrays[name][start : start + len(values)] = values
+        return self._arrays[name]
 
 
 class ScalarStore:
@@ -206,7 +219,7 @@ class ScalarStore:
             self.root = zarr.open_group(path, mode="r", zarr_format=3)
             self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
             self.sites: list[str] = list(self.root.attrs["sites"])  # pyright: ignore
-        except (FileNotFoundError, KeyError, OSError) as error:
+        except DAMAGED as error:
             models = sorted(p.parent.name for p in Path(path).glob("*/tokens"))
             hint = f"; give that of a model in it: {', '.join(models)}" if models else f": {error}"
             raise RunError(f"{path} holds no model's scalars{hint}") from error
@@ -220,15 +233,14 @@ class ScalarStore:
         Raises:
             RunError: it is not whole.
         """
-        advice = "put it back, or measure again with --keep scalars"
         if (there := array.nchunks_initialized) < array.nchunks:
             raise RunError(
-                f"{self.path}, {array.path}: {array.nchunks - there} of {array.nchunks} chunks are missing; {advice}"
+                f"{self.path}, {array.path}: {array.nchunks - there} of {array.nchunks} chunks are missing; {RESTORE}"
             )
         try:
             return np.asarray(array[:])
         except (ValueError, OSError, RuntimeError) as error:  # whatever zarr and its codecs raise
-            raise RunError(f"{self.path}, {array.path} is damaged: {error}; {advice}") from error
+            raise RunError(f"{self.path}, {array.path} is damaged: {error}; {RESTORE}") from error
 
     def _array(self, site: str, phase: str) -> zarr.Array:
         if phase not in PHASES:
@@ -237,7 +249,9 @@ class ScalarStore:
             about = self.root[f"sites/{site}/pre"].attrs
             kept = phase if phase in _phases(str(about["kind"])) else "pre"
             return self.root[f"sites/{site}/{kept}"]  # pyright: ignore
-        except KeyError as error:
+        except DAMAGED as error:
+            if site in self.sites:
+                raise RunError(f"{self.path}, sites/{site} is damaged: {error!r}; {RESTORE}") from error
             raise RunError(f"no site {site!r} in this store; it has {', '.join(self.sites)}") from error
 
     def norms(self, site: str, phase: str = "pre") -> Float[np.ndarray, " vectors"]:
