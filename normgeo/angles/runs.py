@@ -295,7 +295,7 @@ def _checksum(state: Mapping[str, Tensor], tokens_done: str, of: str) -> str:
     digest = hashlib.sha256(json.dumps([of, tokens_done]).encode())
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].contiguous().numpy())
+        digest.update(state[name].numpy().tobytes())
     return digest.hexdigest()
 
 
