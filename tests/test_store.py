@@ -307,8 +307,10 @@ def test_reading(store):
     assert found.derived(found.sites[1].key, "post", states.torch(0, 3)).shape == (3, 32)
     with pytest.raises(StoreError, match="no site 'ln' in the store; sites are "):
         found.derived("ln", "post", states.torch(0, 3))
-    with pytest.raises(StoreError, match=r"inputs of .* are \(vectors, 32\), received \(3, 31\)"):
-        found.derived(found.sites[1].key, "standardized", torch.ones(3, 31))
+    for wrong in (torch.ones(3, 31), states.torch(0, 3).double()):
+        said = rf"inputs of .* are a Tensor \(vectors, 32\) in torch.* received a Tensor \(3, {wrong.shape[1]}\) in"
+        with pytest.raises(StoreError, match=said):
+            found.derived(found.sites[1].key, "standardized", wrong)
     assert [list(ids) for ids, _ in found.stream().contexts(N - CONTEXT)] == [found.tokens("id")[-CONTEXT:].tolist()]
     assert list(found.stream().contexts(N)) == []
     with pytest.raises(ValueError, match="makes a copy"):

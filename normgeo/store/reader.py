@@ -315,8 +315,7 @@ class HiddenStateStore:
         name = f"sites/{site}/{phase}"
         if found := [spec for spec in self.layout.arrays if spec.name == name]:
             return found[0]
-        phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
-        keys = [s.key for s in self.sites]
+        phases, keys = sorted({s.phase for s in self.layout.arrays if s.site >= 0}), [s.key for s in self.sites]
         if site in keys and phase in ("standardized", "post") and "pre" in phases:
             raise StoreError(f"{name} is not stored; it follows from inputs: derived(site, {phase!r}, inputs)")
         raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
@@ -366,14 +365,16 @@ class HiddenStateStore:
         """The standardized or the post-norm vectors of inputs of the site with this key.
 
         Raises:
-            StoreError: it is another phase, there is no such site, inputs are of another width, or the norm is damaged.
+            StoreError: it is another phase, there is no such site, inputs are not like its own, or the norm is damaged.
         """
         if phase not in ("standardized", "post"):
             raise StoreError(f"standardized and post vectors follow from inputs, received {phase!r}")
         if site not in (norms := {norm.key: norm for norm in self.sites}):
             raise StoreError(f"no site {site!r} in the store; sites are {', '.join(norms)}")
-        if pre.shape[1:] != ((norm := norms[site]).d,):
-            raise StoreError(f"inputs of {site} are (vectors, {norm.d}), received {tuple(pre.shape)}")
+        norm, own = norms[site], next(s.dtype for s in self.layout.arrays if s.name.startswith(f"sites/{site}/"))
+        if pre.shape[1:] != (norm.d,) or str(pre.dtype) != f"torch.{own}":  # of others a norm gives other outputs
+            said = f"{type(pre).__name__} {tuple(pre.shape)} in {pre.dtype}"
+            raise StoreError(f"inputs of {site} are a Tensor (vectors, {norm.d}) in torch.{own}, received a {said}")
         return standardized(pre, norm.kind, norm.eps) if phase == "standardized" else self.rebuild(norm)(pre, norm.eps)
 
     def stream(self) -> TokenStream:
@@ -385,8 +386,7 @@ class HiddenStateStore:
 
     def _contexts(self, start: int = 0) -> Iterator[Context]:
         readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
-        rest = np.empty((len(readers), 0), np.int64)  # the beginning of a context, of which more comes
-        done = 0  # tokens before it
+        rest, done = np.empty((len(readers), 0), np.int64), 0  # how a context begins, and tokens before it
         for commit in self.commit_log:
             read = np.stack([reader.read(commit.stop - commit.start) for reader in readers])
             ids, owner, position = found = np.concatenate([rest, read], axis=1)
