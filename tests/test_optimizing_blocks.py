@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from normgeo import convert, optimize
+from normgeo import convert, optimize, wrap
 from normgeo.conversion.optimize import fused_norms
 from normgeo.conversion.probing import outputs_of
 from normgeo.errors import ConversionError
@@ -329,3 +329,20 @@ def test_blocks_whose_source_does_not_run_elsewhere_are_refused():
     with pytest.raises(ConversionError, match="nothing to fuse"):
         optimize(model)
     assert all(map(torch.equal, outputs_of(model, inputs), truth))
+
+
+class Bent(nn.Module):
+    """A model all of whose norms are read by what no gain folds into."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.up = nn.Embedding(96, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, ids):
+        return self.up(self.norm(self.table(ids)).tanh())
+
+
+def test_norms_that_give_back_wider_vectors_are_not_said_to_be_none():
+    compressed = convert(wrap(zoo.perturb(Bent())), to="crmsnorm").model
+    with pytest.raises(ConversionError, match=r"all norms of Wrapped give back wider vectors .* nothing to fuse"):
+        optimize(compressed)

@@ -225,6 +225,8 @@ def _kind(value: Any) -> str:
 
 
 def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> str:
+    if any(hasattr(module, "plain") for module in model.modules()):  # CRMSNorms that nothing could be folded from
+        return f"all norms of {type(model).__name__} give back wider vectors than they are given; nothing to fuse"
     if any(site.kind == "layernorm" and site.role not in SIDE for site in find_sites(model, inputs)):
         return f"{type(model).__name__} has no converted norms; convert it first"
     return f"{type(model).__name__} has no LayerNorm to convert, and only norms that convert made are fused"
