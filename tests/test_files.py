@@ -19,6 +19,7 @@ from normgeo.bench import store as store_bench
 from normgeo.bench import stream as bench
 from normgeo.bench import training as training_bench
 from normgeo.errors import RunError
+from normgeo.system import folders
 from normgeo.system.files import (
     check_file,
     check_folder,
@@ -177,6 +178,17 @@ def test_new_directories_are_no_other_processes_and_go_where_they_stay_empty(tmp
     Path("runs").write_text("kept")
     with pytest.raises(RunError, match=r"cannot write to runs: runs is no directory; give another --out"):
         claimed(None, "m").__enter__()
+
+
+def test_where_another_process_removes_its_empty_directory_a_new_one_is_made_all_the_same(tmp_path, monkeypatch):
+    def removed(stem):
+        stem.parent.rmdir()
+        yield stem
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(folders, "numbered", removed)
+    with claimed(None, "m") as new:
+        assert new.is_dir()
 
 
 def test_one_process_writes_a_directory_until_it_ends(tmp_path):

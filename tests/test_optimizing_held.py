@@ -9,6 +9,7 @@ from torch import nn
 from zoo import perturb
 
 from normgeo import convert, optimize, wrap
+from normgeo.conversion import fused
 from normgeo.conversion.optimize import fused_norms
 from normgeo.kernels import norm_ops
 
@@ -261,3 +262,8 @@ def test_what_the_caller_gives_is_not_written_over(example, within):
     agree(converted, optimized, more={"states": more} if within else more)
     assert fused_norms(optimized)
     assert torch.equal(more, before)
+
+
+def test_references_are_counted_alike_whatever_the_mode_is_that_the_package_is_imported_in():
+    with torch.inference_mode():
+        assert fused._alone() == fused.ALONE

@@ -69,7 +69,7 @@ def claimed(out: Path | None, name: str) -> Iterator[Path]:
 
 def _made(path: Path) -> bool:
     try:
-        path.mkdir()
+        path.mkdir(parents=True)  # another process may just have removed an empty one
     except FileExistsError:
         return False
     return True
