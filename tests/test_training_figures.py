@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from normgeo import figures
+from normgeo.errors import DataError
 from normgeo.rows import first_of_layers
 from normgeo.training import figures as training_figures
 
@@ -60,6 +61,8 @@ def shown(axes, frame, model, site, direction):
 
 def test_one_layer_has_its_first_norm_and_every_direction(frame):
     figure = training_figures.one_layer(frame, 10)
+    with pytest.raises(DataError, match="has no norm before which to draw layer 99; middle_layer"):
+        training_figures.one_layer(frame, 99)
     panels = [(model, direction) for model in ("layernorm", "rmsnorm") for direction in figures.COLORS]
     for axes, (model, direction) in zip(figure.axes, panels, strict=True):
         shown(axes, frame, model, "h.10.norm_b", direction)
@@ -130,3 +133,12 @@ def test_a_learning_curve_of_one_step_is_a_dot():
     assert axes.lines[1].get_label() == "RMSNorm, training"
     assert [tick for tick in axes.get_xticks() if tick == 1] == [1]
     assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize("of", ["middle_layer", "one_layer", "all_layers", "heat_map"])
+def test_a_table_without_a_row_is_said_to_be_empty(of):
+    """As one is of which all was left out."""
+    empty = pd.DataFrame(columns=["model", "phase", "role", "layer", "stack", "stack_index", "site", "step"])
+    more = {"one_layer": (1,), "all_layers": ("uniform",)}
+    with pytest.raises(DataError, match="nothing to draw: the table has no row"):
+        getattr(training_figures, of)(empty, *more.get(of, ()))

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
+from normgeo.errors import DataError
 from normgeo.figures import COLORS, LABELS, PALETTE, ROLE_LABELS, WIDTH, legend, mean_angles, plain, styled, wrapped
 from normgeo.rows import SINGLE, first_of_layers
 
@@ -36,7 +37,13 @@ def _title(model: str, columns: int) -> str:
 
 
 def _models(frame: pd.DataFrame) -> list[str]:
-    """In the order of the twins, others behind them."""
+    """In the order of the twins, others behind them.
+
+    Raises:
+        DataError: there are none.
+    """
+    if frame.empty:
+        raise DataError("nothing to draw: the table has no row; give one of measure_checkpoints, or a part with some")
     names = [str(name) for name in frame.model.unique()]
     return sorted(names, key=lambda name: list(NAMES).index(name) if name in NAMES else len(NAMES))
 
@@ -92,12 +99,17 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
     """Angles before the first norm of one layer by training step: *Geometry* fig. 4.
 
     A row per model (LayerNorm above RMSNorm), a column for the uniform vector and each of the two random vectors.
+
+    Raises:
+        DataError: there is nothing to draw, or a model has no such layer.
     """
     models, first = _models(frame), first_of_layers(frame[frame.phase == "pre"])
     figure = _figure(0.7 + 1.6 * len(models))
     grid = figure.subplots(len(models), len(COLORS), squeeze=False, sharex=True, sharey="row")
     for row, model in zip(grid, models, strict=True):
         here = first[(first.model == model) & (first.layer == layer)]
+        if here.empty:
+            raise DataError(f"{model} has no norm before which to draw layer {layer}; middle_layer(frame) gives one")
         here = here[here.site == here.site.iloc[0]]  # of the first stack of layers
         row[0].set_ylabel(plain(textwrap.fill(f"{_named(model)} (degrees)", 22)))
         for axes, (name, color) in zip(row, COLORS.items(), strict=True):
