@@ -6,7 +6,7 @@ import transformers as hf
 from zoo import tiny
 
 from normgeo.conversion.probing import looking_at
-from normgeo.conversion.shallow import Spread, check_alike, shallow_gauge, shallow_model, spread
+from normgeo.conversion.shallow import Spread, check_alike, shallow_config, shallow_gauge, shallow_model, spread
 from normgeo.errors import ConversionError
 
 
@@ -52,3 +52,10 @@ def test_what_is_read_behind_a_layer_by_its_number_is_read_in_few_layers_too():
         gauge = shallow_gauge(hf.Qwen3VLForConditionalGeneration, config, inputs)
     free = {shift.parameter for shift in gauge.writers}
     assert free.isdisjoint(f"model.visual.blocks.{i}.mlp.linear_fc2.weight" for i in range(5))
+
+
+def test_layers_that_are_few_already_keep_their_numbers():
+    """Only the image's are cut here: the first layer of text is the first one still."""
+    config = hf.PreTrainedConfig(num_hidden_layers=2, mlp_only_layers=[0], vision_config=hf.ViTConfig())
+    small = shallow_config(config, {"vision.layers": 12}, 3)
+    assert (small.num_hidden_layers, small.mlp_only_layers, small.vision_config.num_hidden_layers) == (2, [0], 3)

@@ -71,8 +71,8 @@ def _is_depth(name: str, value: Any) -> bool:
 
 
 def _numbers_layers(name: str, value: Any, length: int) -> bool:
-    """Whether a configuration's attribute names single layers, of which there are so many, by their numbers."""
-    called = any(word in name for word in ("layer", "index", "indices"))
+    """Whether a configuration's attribute numbers single layers, of a list that is cut and was so long."""
+    called = length > 0 and any(word in name for word in ("layer", "index", "indices"))
     return called and isinstance(value, (list, tuple)) and all(type(i) is int and 0 <= i <= length for i in value)
 
 
