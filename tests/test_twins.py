@@ -191,3 +191,13 @@ def test_a_held_out_loss_is_the_mean_over_predictions():
         losses += [-log_p[k, context[k + 1]].item() for k in range(len(context) - 1)]
     assert len(losses) == 3 * 15 + 4
     assert found == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_loss_is_in_float64_where_the_model_is():
+    model = build_twin("layernorm", small(), 48).double().eval()
+    ids = np.random.default_rng(0).integers(0, 48, (3, 16))
+    found = evaluate(model, TokenStream.from_array(ids))
+    with torch.no_grad():
+        log_p = model(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1).numpy()
+    picked = np.take_along_axis(log_p[:, :-1], ids[:, 1:, None], -1)
+    assert found == pytest.approx(-picked.mean(), rel=1e-13)

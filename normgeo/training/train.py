@@ -22,7 +22,6 @@ from accelerate.utils import broadcast_object_list
 from jaxtyping import Int64
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from normgeo import figures
@@ -58,7 +57,7 @@ from normgeo.training.state import (
     tensors_of,
     weights_in,
 )  # fmt: skip
-from normgeo.training.twins import adamw, build_twin, check_saved_alike, check_trains, evaluate, save_twin
+from normgeo.training.twins import adamw, build_twin, check_saved_alike, check_trains, evaluate, loss_of, save_twin
 
 __all__ = ["Trainer", "train"]
 
@@ -166,9 +165,8 @@ class Trainer:
 
     def _loss(self, ids: Int64[Tensor, "rows time"]) -> Tensor:
         with self.accelerator.autocast():
-            logits = self._wrapped(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return cross_entropy(wide, ids[:, 1:].flatten())
+            logits = self._wrapped(input_ids=ids, use_cache=False).logits
+        return loss_of(logits, ids)
 
     def _finite(self, what: str, value: float, step: int | None = None) -> float:
         """A loss, or the gradient's norm, of this step or the next; a scaler leaves out steps of lost gradients."""

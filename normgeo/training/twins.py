@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from jaxtyping import Float, Int64
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -170,6 +171,15 @@ def save_twin(
     checkpoint.save(conversion, folder, extras=extras)
 
 
+def loss_of(
+    logits: Float[Tensor, "rows time vocabulary"], ids: Int64[Tensor, "rows time"], reduction: str = "mean"
+) -> Float[Tensor, ""]:
+    """Cross-entropy in nats of every token's successor: in float64 where the logits are, in float32 otherwise."""
+    scores = logits[:, :-1].flatten(0, 1)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    return cross_entropy(wide, ids[:, 1:].flatten(), reduction=reduction)
+
+
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> float:
     """Mean cross-entropy in nats a token, dropout off, over every prediction inside the contexts of `tokens`.
@@ -184,8 +194,7 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
             ids = torch.from_numpy(batch.ids).to(model.device)
             if ids.shape[1] < 2:
                 continue
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
-            total += cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+            total += loss_of(model(input_ids=ids, use_cache=False).logits, ids, "sum").item()
             count += ids[:, 1:].numel()
     if not count:
         raise DataError(f"{tokens.source} has no two tokens in a row to predict")
