@@ -75,6 +75,8 @@ def test_scenario_1_asks_that_the_component_is_gone_behind_the_norm(frame, kind,
     assert ("does not hold** for m: the component is large, but gamma and beta put it back." in said) is not holds
     assert "gamma and beta included, 5.000% lies along the uniform vector" in said
     assert ("as it is at 2 of these" in said) is not holds
+    assert f"**Scenario {1 if kind == 'layernorm' else 2}** (" in said
+    assert "left out" not in said  # no vector was
 
 
 @pytest.mark.parametrize("role", ["post_attention", "qk", "inner"])
@@ -119,6 +121,7 @@ def test_fewer_directions_than_a_central_95_percent_needs_are_no_test(frame):
     assert "**not tested** for m: there are 38 random directions and they met 37 tokens; it takes 39 and 16" in text
     assert "does not hold" not in text
     assert "Null ensemble" not in text
+    assert "A random direction holds" not in text
 
 
 def test_a_model_that_was_centered_answers_no_scenario(frame):
