@@ -133,6 +133,19 @@ def test_a_model_that_was_centered_answers_no_scenario(frame):
     assert "hold" not in text.replace("holds 2.500%", "")
 
 
+@pytest.mark.parametrize(("mean", "std"), [(90.0, 3.0), (60.0, 1e-5)])
+def test_inputs_are_centered_where_every_angle_is_right_and_not_their_mean_alone(frame, mean, std):
+    sites = (frame.direction == "uniform") & (frame.phase == "pre")
+    frame.loc[sites, ["mean_deg", "std_deg"]] = mean, std
+    assert "centered" not in verdict(frame, pd.DataFrame())
+
+
+def test_vectors_that_are_left_out_are_counted_where_most_of_them_are(frame):
+    frame.loc[frame.direction == "uniform", "n_excluded"] = [0, 1234, 0, 7, 0, 0, 5, 0]
+    frame.loc[frame.direction == "null", "n_excluded"] = 9999
+    assert "Up to 1,234 vectors at a site were zero or not finite and are left out." in verdict(frame, pd.DataFrame())
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_what_a_layernorm_without_gain_or_bias_wrote_may_be_centered_by_nobody(ids, affine):
     """A fresh Post-LN encoder: its final norm reads the output of one whose gamma is 1 and beta 0, or not there."""
