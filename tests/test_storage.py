@@ -66,7 +66,7 @@ def test_files(place):
     with pytest.raises(StoreError, match=r"commits/1\.json is already there: another process"):
         place.create("commits/1.json", b"second")
     assert place.read("commits/1.json") == b"first"
-    assert place.names("commits") == ["0.json", "1.json"]
+    assert list(place.sizes("commits").items()) == [("0.json", 0), ("1.json", 5)]
     place.delete("commits/0.json")
     place.delete("commits/0.json")
     assert place.names("commits") == ["1.json"]

@@ -1,13 +1,14 @@
 """Damage and mixtures are named and refused."""
 
 import json
+import os
 import random
 import shutil
 
 import numpy as np
 import pytest
 import tokenizers
-from stores import a_chunk, captured, unfinished
+from stores import a_chunk, captured, content, unfinished
 from transformers import PreTrainedTokenizerFast
 from zoo import tiny
 
@@ -149,7 +150,7 @@ def test_no_way_of_reading_gives_what_was_not_committed(copy, damage):
     with pytest.raises(StoreError, match=rf"tokens/id/c\.{last} cannot be read"):
         HiddenStateStore(copy).tokens("id")
     unfinished(copy)
-    with pytest.raises(StoreError, match=rf"tokens/id/c\.{last} cannot be read"):
+    with pytest.raises(StoreError, match=rf"tokens/id/c\.{last} is missing, and is committed; put it back, or remove "):
         resume_capture(copy, progress=False)
 
 
@@ -194,13 +195,21 @@ def test_stores_and_their_rows_are_never_mixed(home, copy, tmp_path):
     tiny("gpt2", seed=1).save_pretrained(home / "other")
 
 
-def test_a_store_that_cannot_be_finished_is_refused_before_the_model_runs(copy, monkeypatch):
+@pytest.mark.parametrize("what", ["missing", "short", "state"])
+def test_a_committed_row_that_is_not_whole_is_refused_and_without_its_record_captured_again(
+    store, copy, monkeypatch, what
+):
     unfinished(copy)
     (copy / "commits/00000004.json").unlink()
-    (copy / "state/00000001.safetensors").unlink()
-    monkeypatch.setattr(capture._Capture, "write", lambda *args: pytest.fail("computed"))
-    with pytest.raises(StoreError, match=r"00000001\.safetensors is damaged or missing; this store cannot be finished"):
-        resume_capture(copy, progress=False)
+    file, record = copy / "state/00000002.safetensors" if what == "state" else a_chunk(copy), "commits/00000002.json"
+    os.truncate(file, file.stat().st_size - 1) if what == "short" else file.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture._Capture, "write", lambda *args: pytest.fail("computed"))
+        with pytest.raises(StoreError, match=f"{file} (is|has) .*; put it back, or remove {copy / record}, "):
+            resume_capture(copy, progress=False)
+    (copy / record).unlink()
+    resume_capture(copy, progress=False)
+    assert content(copy) == content(store)
 
 
 @pytest.mark.parametrize("change", [{"activation_function": "relu"}, {"n_head": 1}, {"layer_norm_epsilon": 1e-3}])

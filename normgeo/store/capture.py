@@ -19,8 +19,8 @@ from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import PHASES, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import on_cpu
-from normgeo.store.check import metadata_problems
-from normgeo.store.layout import CHUNK_BYTES, Layout, create, read_record, read_state, write_record
+from normgeo.store.check import length_problems, metadata_problems
+from normgeo.store.layout import CHUNK_BYTES, Layout, create, put_back, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import ChunkReader, HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
@@ -235,9 +235,11 @@ class _Capture:
             plan = self.plan
             create(self.storage, plan.layout, self.job.sites, plan.rebuilds, plan.classes, record["provenance"])
         store = HiddenStateStore(self.storage)
-        _check_tokens(store, self.job.tokens)
+        for row, problem in length_problems(self.storage, self.plan.layout, store.committed):
+            raise StoreError(f"{problem}, and is committed; {put_back(self.storage, row)}")
         for commit in store.committed.values():
             read_state(self.storage, commit)
+        _check_tokens(store, self.job.tokens)
         missing = [row for row in range(self.plan.layout.rows) if row not in store.committed]
         left, free = self.plan.nbytes(len(missing)), self.storage.free()
         if free is not None and left > free:

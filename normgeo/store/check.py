@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum
 from normgeo.store.layout import (
     TRAILER,
+    ArraySpec,
+    Commit,
+    Layout,
     committed_rows,
     file_problems,
     read_commit,
@@ -20,7 +24,7 @@ from normgeo.store.layout import (
 from normgeo.store.objects import storage_at
 from normgeo.store.storage import Storage
 
-__all__ = ["metadata_problems", "verify"]
+__all__ = ["length_problems", "metadata_problems", "verify"]
 
 
 def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
@@ -60,6 +64,25 @@ def metadata_problems(storage: Storage) -> list[str]:
     return list(itertools.chain.from_iterable(found))
 
 
+def length_problems(storage: Storage, layout: Layout, committed: Mapping[int, Commit]) -> Iterator[tuple[int, str]]:
+    """Rows of which a chunk is missing or not as long as what was committed, each with that; none of them is read."""
+
+    def of_array(spec: ArraySpec) -> list[tuple[int, str]]:
+        sizes, found = storage.sizes(f"hidden.zarr/{spec.name}"), list[tuple[int, str]]()
+        for row, commit in committed.items():
+            name, n = f"hidden.zarr/{spec.chunk_file(row)}", commit.chunks[spec.name][0]
+            if (size := sizes.get(Path(name).name)) != n + TRAILER:
+                found.append((row, _wrong_length(storage, name, n, size)))
+        return found
+
+    return itertools.chain.from_iterable(storage.each(of_array, layout.arrays))
+
+
+def _wrong_length(storage: Storage, name: str, n: int, size: int | None) -> str:
+    where = storage.at(name)
+    return f"{where} is missing" if size is None else f"{where} has {size} bytes instead of {n + TRAILER}"
+
+
 def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
     try:
         content = storage.read_range(name, 0, n + TRAILER + 1)
@@ -69,7 +92,7 @@ def _chunk_problems(storage: Storage, name: str, n: int, crc: int) -> list[str]:
         size = storage.size(name)
         if size == n + TRAILER:
             return [f"{storage.at(name)} cannot be read: {len(content)} bytes came of its {size}"]
-        return [f"{storage.at(name)} has {size} bytes instead of {n + TRAILER}"]
+        return [_wrong_length(storage, name, n, size)]
     body, trailer = content[:-TRAILER], int(content[-TRAILER:].view("<u4")[0])
     if checksum(body) != crc or trailer != crc:
         return [f"{storage.at(name)} is damaged: its checksum is wrong"]

@@ -42,8 +42,8 @@ from normgeo.store.storage import Storage
 
 __all__ = [
     "CHUNK_BYTES", "TOKENS", "TRAILER", "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy",
-    "as_torch", "committed_rows", "create", "file_problems", "identity", "read_commit", "read_file", "read_log",
-    "read_record", "read_state", "read_store", "state_file", "unread", "write_commit", "write_record",
+    "as_torch", "committed_rows", "create", "file_problems", "identity", "put_back", "read_commit", "read_file",
+    "read_log", "read_record", "read_state", "read_store", "state_file", "unread", "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -336,10 +336,13 @@ def read_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
     except OSError as error:
         raise StoreError(unread(storage, file, error)) from error
     if hashlib.sha256(content).hexdigest() != commit.state:
-        raise StoreError(
-            f"{storage.at(file)} is damaged or missing; this store cannot be finished: capture into another"
-        )
+        raise StoreError(f"{storage.at(file)} is damaged or missing; {put_back(storage, commit.row)}")
     return safetensors.torch.load(content)
+
+
+def put_back(storage: Storage, row: int) -> str:
+    """In words, what to do where a committed row is not whole: without its record it is captured again."""
+    return f"put it back, or remove {storage.at(commit_file(row))}, and --resume {storage} captures that row again"
 
 
 # --- making the arrays -----------------------------------------------------------------------------------------------

@@ -166,11 +166,11 @@ class Objects(Storage):
         except FileNotFoundError:
             return None
 
-    def names(self, folder: str) -> list[str]:
-        """The objects right below a folder, in order."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the objects right below a folder: a thousand of them by one request."""
         with self._explained(folder):
             found = self._ob.list_with_delimiter(self._objects, folder)["objects"]
-        return sorted(each["path"].removeprefix(f"{folder}/") for each in found)
+        return dict(sorted((each["path"].removeprefix(f"{folder}/"), each["size"]) for each in found))
 
     def read(self, name: str) -> bytes:
         """All of an object."""

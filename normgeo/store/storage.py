@@ -78,8 +78,12 @@ class Storage(ABC):
         """Bytes of a file; None where there is none."""
 
     @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files right below a folder, by their names without its own, in order."""
+
     def names(self, folder: str) -> list[str]:
         """The files right below a folder, in order, without its name."""
+        return list(self.sizes(folder))
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -200,10 +204,10 @@ class Disk(Storage):
         file = self.path / name
         return file.stat().st_size if file.is_file() else None
 
-    def names(self, folder: str) -> list[str]:
-        """The files right below a folder, in order."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files right below a folder."""
         place = self.path / folder
-        return sorted(p.name for p in place.iterdir() if p.is_file()) if place.is_dir() else []
+        return {p.name: p.stat().st_size for p in sorted(place.iterdir()) if p.is_file()} if place.is_dir() else {}
 
     def read(self, name: str) -> bytes:
         """All of a file."""
