@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_statistics import EPS, near, noise
 
+from normgeo.angles import scalars
 from normgeo.angles.scalars import ScalarStore, ScalarWriter, bytes_needed
 from normgeo.angles.statistics import PHASES, UNIT, AngleStatistics
 from normgeo.errors import RunError
@@ -74,9 +75,34 @@ def test_the_default_dtype_is_the_callers_affair(kept):
 
 def test_the_bytes_are_those_that_were_said(kept):
     sites, _, store = kept
-    arrays = [a for _, a in store.root.members(max_depth=None) if hasattr(a, "nbytes")]
-    assert sum(a.nbytes for a in arrays) == bytes_needed(sites, N, BLOCK)
+    chunks = [file for file in store.path.rglob("c/**/*") if file.is_file()]
+    assert sum(file.stat().st_size for file in chunks) == bytes_needed(sites, N, BLOCK)
     assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
+
+
+@pytest.mark.parametrize("chunk", ["tokens/position/c/1", "sites/norm3/post/c/0/0"])
+def test_a_flipped_bit_is_named(kept, chunk):
+    path = kept[2].path
+    raw = bytearray((path / chunk).read_bytes())
+    raw[21] ^= 1
+    (path / chunk).write_bytes(raw)
+    with pytest.raises(RunError, match=rf"{chunk.split('/c')[0]} is damaged: .*checksum.*; put it back, or measure"):
+        ScalarStore(path).norms("norm3", "post")
+
+
+def test_scalars_without_checksums_of_earlier_versions_are_read_and_gone_on_with(tmp_path, monkeypatch):
+    site = NormSite("norm", "layernorm", "mlp", 0, "h", D, EPS)
+    batches = [TokenBatch(np.full((4, 5), 5 + n), np.zeros((4, 5), int), n * BLOCK) for n in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(scalars, "CHECKED", None)
+        before = ScalarWriter(tmp_path / "m", [site], N, BLOCK)
+        before.create({D: Directions.seeded(D, 4)})
+        before.put(batches[:1], {})
+        before.flush()
+    after = ScalarWriter(tmp_path / "m", [site], N, BLOCK)
+    after.put(batches[1:], {})
+    after.flush()
+    assert ScalarStore(tmp_path / "m").id.tolist() == [5] * BLOCK + [6] * BLOCK
 
 
 def test_sites_are_in_the_order_of_the_pass(tmp_path):

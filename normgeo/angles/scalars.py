@@ -6,6 +6,9 @@ Layout of `scalars.zarr/<model>` (zarr v3, opened by zarr, xarray and dask alike
     sites/<key>/pre, sites/<key>/post               [vector, quantity], float32
     sites/<key>/standardized                        the same, for LayerNorm
 
+Chunks are plain numbers and their crc32c, by which whoever reads one sees that it is what was written; those of earlier
+versions have none.
+
 A site's vectors are its tokens in order (times its heads for a norm on heads). The quantities are the norm and, in
 degrees, how far the vector's angles to the run's directions are short of a right angle, 90 - theta: the very numbers
 that the statistics have added up. Those of the uniform vector are left out for standardized vectors, where they are
@@ -26,6 +29,7 @@ import torch
 import zarr
 from jaxtyping import Float
 from torch import Tensor
+from zarr.codecs import Crc32cCodec
 
 from normgeo.angles.statistics import PHASES, AngleStatistics, standardized_norm
 from normgeo.errors import RunError
@@ -37,6 +41,9 @@ __all__ = ["Rows", "ScalarStore", "ScalarWriter", "bytes_needed", "scalar_rows",
 
 QUANTITIES = ("norm", *NAMES)
 TOKENS = ("tokens/id", "tokens/document", "tokens/position")
+
+CHECKED = [Crc32cCodec()]
+CHECKSUM = 4  # bytes of it a chunk
 
 WHOLE: Any = {"write_empty_chunks": True}
 """Chunks of which all is zero or NaN are written as others are, so that one that is not there is missing."""
@@ -51,8 +58,9 @@ Rows = dict[tuple[int, str], Tensor]
 
 def bytes_needed(sites: Sequence[NormSite], n_tokens: int, block: int) -> int:
     """Size in bytes of the scalars of `n_tokens` tokens in whole chunks of `block` tokens."""
-    n_tokens = -(-n_tokens // block) * block
-    return n_tokens * (3 * 8 + sum(4 * len(_quantities(p)) * site.heads for site in sites for p in _phases(site.kind)))
+    blocks, kept = -(-n_tokens // block), _kept(sites)
+    numbers = len(TOKENS) * 8 + sum(4 * len(_quantities(phase)) * sites[i].heads for i, phase in kept)
+    return blocks * (block * numbers + CHECKSUM * (len(TOKENS) + len(kept)))
 
 
 def _phases(kind: str) -> tuple[str, ...]:
@@ -113,7 +121,7 @@ class ScalarWriter:
         root = zarr.create_group(self.path, overwrite=True, attributes=attributes)
         for name in TOKENS:
             self._arrays[name] = root.create_array(
-                name, shape=(self.n_tokens,), chunks=(self.block,), dtype="int64", compressors=None,
+                name, shape=(self.n_tokens,), chunks=(self.block,), dtype="int64", compressors=CHECKED,
                 dimension_names=("token",), config=WHOLE,
             )  # fmt: skip
         for i, phase in _kept(self.sites):
@@ -122,7 +130,7 @@ class ScalarWriter:
             self._arrays[name] = root.create_array(
                 name, shape=(self.n_tokens * site.heads, len(quantities)),
                 chunks=(self.block * site.heads, len(quantities)), dtype="float32", fill_value=float("nan"),
-                compressors=None, dimension_names=("vector", "quantity"), config=WHOLE,
+                compressors=CHECKED, dimension_names=("vector", "quantity"), config=WHOLE,
                 attributes={**asdict(site), "quantities": list(quantities)},
             )  # fmt: skip
 
