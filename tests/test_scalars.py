@@ -80,6 +80,25 @@ def test_the_bytes_are_those_that_were_said(kept):
     assert bytes_needed(sites, N - 1, BLOCK) == bytes_needed(sites, N, BLOCK)
 
 
+def test_what_a_killed_process_left_half_written_is_removed_by_the_next(kept, monkeypatch):
+    class Killed(BaseException): ...
+
+    def killed(*_):
+        raise Killed
+
+    sites, _, store = kept
+    writer = ScalarWriter(store.path, sites, N, BLOCK)
+    writer.put([TokenBatch(np.full((4, 5), 5), np.zeros((4, 5), int), BLOCK)], {})
+    before = sorted(store.path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            writer.flush()
+    assert len(sorted(store.path.rglob("*"))) == len(before) + 1
+    ScalarWriter(store.path, sites, N, BLOCK).check(N)
+    assert sorted(store.path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("chunk", ["tokens/position/c/1", "sites/norm3/post/c/0/0"])
 def test_a_flipped_bit_is_named(kept, chunk):
     path = kept[2].path

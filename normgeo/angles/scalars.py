@@ -137,9 +137,13 @@ class ScalarWriter:
     def check(self, done: int) -> None:
         """See that all of the first tokens is there, before others are measured that would be written behind them.
 
+        Chunks that zarr was writing when it was killed, beside their names, are removed.
+
         Raises:
             RunError: it is not, or what says how it lies is damaged.
         """
+        for left in self.path.rglob("*.partial"):
+            left.unlink(missing_ok=True)
         of_sites = (f"sites/{self.sites[i].key}/{phase}" for i, phase in _kept(self.sites))
         ends = dict.fromkeys(TOKENS, "") | dict.fromkeys(of_sites, "/0")
         for name, end in ends.items():
