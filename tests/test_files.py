@@ -367,6 +367,14 @@ def test_what_refuses_a_directory_or_what_is_in_it_or_around_it_is_said_of_it(tm
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
+@pytest.mark.parametrize("name", ["angles.parquet", "figures"])
+def test_what_is_in_the_way_is_named(tmp_path, name):
+    there = tmp_path / name
+    there.mkdir() if name != "figures" else there.write_text("")
+    with pytest.raises(RunError, match=f"{there} is in the way .*; move it and give"), disk_explained(tmp_path):
+        write_whole(there, b"") if name != "figures" else there.mkdir(exist_ok=True)
+
+
 @pytest.mark.parametrize("out", ["{}/runs/a", "a"])
 @pytest.mark.parametrize("where", ["model", "runs/another/ids.npy"])
 def test_what_is_refused_elsewhere_is_not_said_of_a_directory(tmp_path, out, where):

@@ -30,6 +30,7 @@ PARTIAL = ".partial"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_IN_WORDS = ("No space left", "File too large")  # what safetensors hands on of an error of the system
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO)
+IN_THE_WAY = (errno.EISDIR, errno.EEXIST)  # a directory where a file should be, or a file where a directory should
 
 
 def check_file(out: Path | None) -> None:
@@ -201,7 +202,7 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def disk_explained(out: Path | str) -> Iterator[None]:
-    """A full disk of a run that can be resumed, or a place that nobody can write to, as one line.
+    """A full disk of a run that can be resumed, what is in its way, or a place that nobody can write to, as one line.
 
     Raises:
         RunError: that line.
@@ -212,10 +213,13 @@ def disk_explained(out: Path | str) -> Iterator[None]:
         if is_full(error):
             safe = f"what was committed is safe: make space and give --resume {out}"
             raise RunError(f"the disk of {out} is full; {safe}") from error
-        if error.errno not in UNWRITABLE:
+        if error.errno not in (*UNWRITABLE, *IN_THE_WAY):
             raise
         if error.filename is not None and not on_the_way(error.filename, out):
             raise  # of another place
+        if error.errno in IN_THE_WAY:
+            there = error.filename2 or error.filename
+            raise RunError(f"{there} is in the way ({error.strerror}); move it and give --resume {out}") from error
         raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
 
 
