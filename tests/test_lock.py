@@ -1,5 +1,6 @@
 """Who holds the lock of a store: of an object store over networks that fail for a while."""
 
+import datetime
 import fcntl
 from types import SimpleNamespace
 
@@ -40,6 +41,20 @@ def test_a_network_that_fails_for_a_while_is_no_loss_of_the_lock(storage, monkey
             assert not storage._renewed()
         storage.put("a", b"1")
         assert storage._renewed()
+
+
+@pytest.mark.parametrize("ahead", [-1000, 1000])
+def test_the_time_is_that_of_the_service_whatever_the_clock_here(storage, monkeypatch, ahead):
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(seconds=ahead)
+
+    monkeypatch.setattr(datetime, "datetime", Clock)
+    storage.put("lock", holder("another", shared=True))
+    with pytest.raises(StoreError, match=r"last heard of 0 s ago"), storage.writing():
+        pass
+    assert [found["path"] for page in storage._ob.list(storage._objects) for found in page] == ["lock"]
 
 
 def test_what_is_discarded_is_all_but_the_lock(storage):

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Held", "holder", "is_dead", "read_holder", "version_of"]
+__all__ = ["Held", "holder", "is_dead", "read_holder", "still_held", "version_of"]
 
 UNKNOWN = {"run": None, "host": "an unknown host", "pid": "unknown", "machine": None, "shared": True}
 """Who holds a lock that cannot be read."""
@@ -42,6 +42,15 @@ def read_holder(content: bytes) -> dict[str, Any]:
 def is_dead(found: dict[str, Any]) -> bool:
     """Whether a process was here, and is no more."""
     return found["machine"] == machine() and not psutil.pid_exists(found["pid"])
+
+
+def still_held(where: str, writer: Mapping[str, Any], silent: float, lease: float) -> str:
+    """In words, who writes there, and how many seconds after it was heard of it is taken for dead."""
+    return (
+        f"another process writes {where}: process {writer['pid']} of {writer['host']}, last heard of "
+        f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, --resume {where} "
+        f"takes over {lease:.0f} s after it was last heard of"
+    )
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from normgeo.errors import StoreError
-from normgeo.store.holder import Held, holder, is_dead, read_holder, version_of
+from normgeo.store.holder import Held, holder, is_dead, read_holder, still_held, version_of
 from normgeo.store.storage import Disk, NewChunk, Storage
 
 if TYPE_CHECKING:
@@ -247,11 +247,17 @@ class Objects(Storage):
 
     def rate(self, nbytes: int = 8 << 20) -> float:
         """Bytes a second of one upload."""
-        name, content = f"scratch/rate-{os.getpid()}", np.random.default_rng(0).bytes(nbytes)
-        try:
-            began = time.perf_counter()
-            self.put(name, content)
+        content, began = np.random.default_rng(0).bytes(nbytes), time.perf_counter()
+        with self._tried(content):
             return nbytes / (time.perf_counter() - began)
+
+    @contextmanager
+    def _tried(self, content: bytes) -> Iterator[str]:
+        """An object that is put, and removed again."""
+        name = f"scratch/{uuid.uuid4().hex}"
+        try:
+            self.put(name, content)
+            yield name
         finally:
             self.delete(name)
 
@@ -293,22 +299,22 @@ class Objects(Storage):
                     self.delete("lock")
 
     def _take(self, mine: bytes) -> Any:
-        exceptions = self._ob.exceptions
         try:
-            with self._explained("lock"), suppress(exceptions.AlreadyExistsError):
+            with self._explained("lock"), suppress(self._ob.exceptions.AlreadyExistsError):
                 return self._put_lock(mine, "create")
             with self._explained("lock"):
                 meta, writer = self._lock()
-                silent = (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
+                silent = (self._now() - meta["last_modified"]).total_seconds()
                 if silent < LEASE_SECONDS and (writer["shared"] or not is_dead(writer)):
-                    raise StoreError(
-                        f"another process writes {self}: process {writer['pid']} of {writer['host']}, last heard of "
-                        f"{max(0, silent):.0f} s ago; wait for it to end, or give another --store. If it is dead, "
-                        f"--resume {self} takes over {LEASE_SECONDS:.0f} s after it was last heard of"
-                    )
+                    raise StoreError(still_held(str(self), writer, silent, LEASE_SECONDS))
                 return self._put_lock(mine, version_of(meta))
-        except (FileNotFoundError, exceptions.PreconditionError) as error:
+        except (FileNotFoundError, self._ob.exceptions.PreconditionError) as error:
             raise StoreError(f"another process has just begun or ended writing {self}; try again") from error
+
+    def _now(self) -> datetime.datetime:
+        """The time by the service's clock, which says when the lock was put; this machine's may be another."""
+        with self._tried(b"") as name:
+            return self._ob.head(self._objects, name)["last_modified"]
 
     def _lock(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
         found = self._ob.get(self._objects, "lock")
