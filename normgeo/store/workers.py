@@ -95,7 +95,8 @@ def cluster(address: str) -> Iterator[tuple[Submit, int]]:
     except ImportError as error:
         raise NormGeoError("--scheduler needs dask.distributed: pip install 'normgeo[dask]'") from error
     try:
-        get_address_host_port(address, strict=True)
+        if not address.startswith("inproc://"):  # of this process's own cluster, which has neither
+            get_address_host_port(address, strict=True)
         client: Any = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:  # TypeError: a tls:// address without certificates
         raise NormGeoError(f"no dask scheduler answers at {address!r}: {first_line(error)}") from error
