@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 from zoo import perturb, tiny
 
@@ -21,7 +22,7 @@ from normgeo.conversion import runs, sharded
 from normgeo.conversion.certify import certificate_inputs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.shallow import shallow_model
-from normgeo.conversion.sharded import convert_sharded
+from normgeo.conversion.sharded import Shards, convert_sharded
 from normgeo.errors import ConversionError, ModelError, RunError
 from normgeo.system.folders import whole_directory
 
@@ -323,3 +324,11 @@ def test_by_shard_a_head_that_is_untied_is_so_for_the_part_for_text():
     saved = sharded._config(config, converted)
     assert config.text_config.tie_word_embeddings is False
     assert saved.tie_word_embeddings is False
+
+
+def test_by_shard_a_models_own_names_are_not_taken_for_older_ones(tmp_path):
+    """DINOv3's `layer_scale1` has `layer.` in it, which checkpoints say for `model.layer.`, where `.` is any letter."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    model = hf.DINOv3ViTModel(hf.DINOv3ViTConfig(num_hidden_layers=1, **sizes))
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    assert Shards(tmp_path, model).stored == {name: name for name in model.state_dict()}

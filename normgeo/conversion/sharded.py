@@ -99,6 +99,8 @@ def _namer(model: PreTrainedModel) -> Callable[[str], str]:
 
     def named(key: str) -> str:
         name, merged = rename_source_key(key, renaming, merging, model.base_model_prefix, known)
+        if name not in known and key in known:  # a name of the model's own, which looks like one of older checkpoints
+            return key
         if merged is not None:
             raise ConversionError(f"{key} is merged with other tensors when it is loaded; convert the model in memory")
         return name
