@@ -8,7 +8,7 @@ import transformers as hf
 from test_convert import PRE_LN, SINGLE_INSIDE, Scale, worst_error
 from zoo import fresh, perturb, tiny
 
-from normgeo import convert, decompress, load_model
+from normgeo import convert, decompress, load_model, optimize
 from normgeo.conversion import compression, runs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.probing import outputs_of, tied
@@ -193,6 +193,13 @@ def test_norms_on_heads_read_all_numbers_of_queries_and_keys(name, settings, pad
     assert len(conversion.replaced) == 3
     assert conversion.untouched
     assert worst_error(model, decompress(conversion.model).model, example_inputs(model, 9, seed=3)) < 1e-6
+
+
+def test_what_has_no_plain_numbers_is_not_decompressed():
+    _, conversion = converted("gpt2", to="crmsnorm")
+    for change, says in (optimize, "is optimized"), (lambda model: model.to("meta"), "has no weights: transformer.wte"):
+        with pytest.raises(ConversionError, match=says):
+            decompress(change(copy.deepcopy(conversion.model)))
 
 
 def test_what_gives_no_numbers_is_not_decompressed():

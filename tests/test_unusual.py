@@ -271,7 +271,7 @@ def test_a_width_that_a_kernel_refuses_is_explained():
 
 
 def test_what_is_optimized_is_not_converted_and_what_reads_its_own_states_is_not_optimized():
-    with pytest.raises(ConversionError, match="convert it first, and optimize the result"):
+    with pytest.raises(ConversionError, match="is optimized, which is for inference"):
         convert(optimize(convert(zoo.tiny("gpt2")).model))
     deberta = tiny(next(a for a in architectures() if a.model_type == "deberta"))
     with pytest.raises(ConversionError, match="reads the hidden states of its own layers"):

@@ -44,8 +44,12 @@ def check_options(
         raise ConversionError("trainable=True keeps every weight as it is: leave out keep_tie and fold_affine")
 
 
-def check_convertible(model: PreTrainedModel) -> None:
+def check_convertible(model: PreTrainedModel, *, by_gradients: bool = True) -> None:
     """Refuse models whose weights are not plain numbers.
+
+    Args:
+        model: what is to be converted, or decompressed.
+        by_gradients: whether they are looked at by their gradients.
 
     Raises:
         ConversionError: what is wrong, and what to do.
@@ -53,12 +57,14 @@ def check_convertible(model: PreTrainedModel) -> None:
     """
     check_model(model)
     name = type(model).__name__
-    if torch.is_inference_mode_enabled():
+    if by_gradients and torch.is_inference_mode_enabled():
         raise ConversionError(
             "what to center is found by gradients, which torch.inference_mode forbids: leave it first"
         )
     if any("normgeo_stream" in module.__dict__ for module in model.modules()):
-        raise ConversionError(f"{name} is optimized, which is for inference: convert it first, and optimize the result")
+        raise ConversionError(
+            f"{name} is optimized, which is for inference: take the model that it was, and optimize what comes of that"
+        )
     for attribute, remedy in REMEDY.items():
         if getattr(model.config, attribute, None) or getattr(model, attribute, None):
             raise ConversionError(f"{name} cannot be converted: {remedy}")

@@ -44,7 +44,7 @@ from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError
 from normgeo.loading import saved_elsewhere
-from normgeo.models import check_model, on_cpu
+from normgeo.models import on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Conversion", "convert", "decompress"]
@@ -198,7 +198,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
         model: a model that `convert(..., to="crmsnorm")` made; it is not changed.
 
     Raises:
-        ConversionError: it is no such model, its recipe is damaged, or the certificate failed.
+        ConversionError: it is no such model, or not of plain numbers, its recipe is damaged, or the certificate failed.
         ModelError: it is no model of transformers.
 
     >>> from normgeo import convert, decompress, load_model
@@ -206,7 +206,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
     >>> decompress(compressed.model).certificate.passed
     True
     """
-    check_model(model)
+    check_convertible(model, by_gradients=False)
     recipe = copy.deepcopy(getattr(model.config, "normgeo", {}))
     if recipe.get("to") != "crmsnorm":
         raise ConversionError(f"{type(model).__name__} is not compressed: decompress takes a Pre-CRMSNorm model")
