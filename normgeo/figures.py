@@ -300,7 +300,7 @@ class _SomePercent(LogFormatter):
 def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share of squared norm along the uniform vector, which mean subtraction removes, by layer."""
     pre = frame[frame.phase == "pre"]
-    looks = styles(pre[pre.direction == "uniform"])
+    looks, greys = styles(pre[pre.direction == "uniform"]), dict[str, str]()
     figure, panels = _by_layer(pre, "What mean subtraction removes, or would remove", "share of energy along 1", True)
     if (pre.energy_share == 0).any():  # as of a centered model; a logarithmic axis would not show it
         share = max(min(pre.energy_share[pre.energy_share > 0], default=1e-3), 1e-9)  # less is rounding
@@ -308,16 +308,15 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         panels[0][0].set_yscale("symlog", linthresh=least, subs=range(2, 10))
         panels[0][0].update_datalim([(0, least)], updatex=False)
     for axes, _, part in panels:
-        null = part[part.direction == "null"]
-        greys = dict(zip(sorted(part.d.unique()), ("0.5", "0.7", "0.3"), strict=False))
-        for (_, d), rows in null.groupby(["stack", "d"]):  # a random direction has 1/d of the energy
+        stacks, widths = part["stack"].nunique() > 1, part.d.nunique() > 1
+        for (stack, d), rows in part[part.direction == "null"].groupby(["stack", "d"], sort=False):
+            label = ": ".join(role_words(str(stack), "random directions", stacks))
+            label += f" of width {d}" if widths else ""  # a random direction has 1/d of the energy
+            grey = greys.setdefault(label, ("0.5", "0.7", "0.3", "0.6", "0.4", "0.8")[len(greys) % 6])
             of = rows.groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
-            width = f" of width {d}" if len(greys) > 1 else ""
+            mark = "_" if len(of) == 1 else ""
             for column, what, line in (("energy_share", "mean", "-"), ("energy_q95", "95th percentile", ":")):
-                axes.plot(
-                    of.layer, of[column], color=greys.get(d, "0.5"), linewidth=1, linestyle=line,
-                    marker="_" if len(of) == 1 else None, label=f"random directions{width}: {what}",
-                )  # fmt: skip
+                axes.plot(of.layer, of[column], mark + line, color=grey, linewidth=1, label=f"{label}: {what}")
         _role_lines(axes, part[part.direction == "uniform"], looks, "energy_share")
         axes.yaxis.set_major_formatter(PERCENT)
         axes.yaxis.set_minor_formatter(_SomePercent())

@@ -1,0 +1,25 @@
+"""The random directions in the figure of energies."""
+
+import matplotlib.colors
+import pytest
+
+from normgeo.angles.measure import measure_angles
+
+
+def of_random_directions(figure, axes=0):
+    """{label: color} of the lines of random directions."""
+    lines = (line for line in figure.axes[axes].lines if "random directions" in line.get_label())
+    return {line.get_label(): matplotlib.colors.to_hex(line.get_color()) for line in lines}
+
+
+def test_the_null_of_each_stack_of_an_encoder_decoder_is_told_apart(tiny, ids):
+    table = measure_angles(tiny("t5"), ids, null=16, progress=False)
+    null = table.frame[(table.frame.direction == "null") & (table.frame.phase == "pre")]
+    figure = table.plot("energy")
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    for stack, rows in null.groupby("stack"):
+        name = stack.split(".")[-2]
+        for column, what in (("energy_share", "mean"), ("energy_q95", "95th percentile")):
+            drawn = lines[f"{name}: random directions: {what}"].get_ydata()
+            assert drawn == pytest.approx(rows.groupby("layer")[column].mean().to_numpy())
+    assert len(set(of_random_directions(figure).values())) == 2
