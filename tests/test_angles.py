@@ -374,3 +374,11 @@ def test_a_table_says_what_it_is_and_is_saved_where_it_is_told(tiny, ids, tmp_pa
         assert "layernorm" in text
     table.save(str(tmp_path / "new" / "folder"))
     assert AngleTable.load(tmp_path / "new" / "folder").frame.equals(table.frame)
+
+
+def test_a_table_may_be_indexed_by_columns_of_its_own(tiny, ids):
+    table = measured(tiny("gpt2"), ids)
+    for index, kept in ((["model", "site"], {}), (["role", "phase"], {"drop": False}), ("direction", {})):
+        same = AngleTable(table.frame.set_index(index, **kept), table.sinks.set_index("tokens"))
+        assert same.summary().equals(table.summary())
+        assert same.verdict() == table.verdict()

@@ -47,8 +47,8 @@ class AngleTable:
     """
 
     def __init__(self, frame: pd.DataFrame, sinks: pd.DataFrame | None = None) -> None:
-        self.frame = frame
-        self.sinks = pd.DataFrame() if sinks is None else sinks
+        self.frame = _all_columns(frame)
+        self.sinks = pd.DataFrame() if sinks is None else _all_columns(sinks)
 
     def __repr__(self) -> str:
         rows = self.summary().to_string(index=False, float_format="{:.5g}".format)
@@ -141,6 +141,13 @@ class AngleTable:
         frame = pd.DataFrame(rows)
         absent = [c for c in ("within_deg", "energy_q95", "n_directions") if c not in frame]  # no null ensemble
         return cls(frame.reindex(columns=[*frame, *absent]), pd.DataFrame(sinks))
+
+
+def _all_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table whose index has no names: columns that somebody made an index of are columns again."""
+    named = [name for name in frame.index.names if name is not None]
+    hidden = [name for name in named if name not in frame]
+    return frame.reset_index(hidden).reset_index(drop=True) if named else frame
 
 
 def check_seen(statistics: AngleStatistics) -> None:
