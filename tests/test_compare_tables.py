@@ -1,5 +1,6 @@
 """What a comparison says in its table, and of itself."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -52,6 +53,18 @@ def test_a_comparison_says_what_it_was_measured_on(models, ids):
         "rounds": 0, "seed": 5, "torch": torch.__version__,
     }  # fmt: skip
     assert {name: about[name] for name in wanted} == wanted
+
+
+def test_the_reference_stays_it_whichever_rows_are_left_and_in_whatever_order(models, ids):
+    result = compare(models, ids, **QUICK)
+    first, other = result.frame.model.eq("a"), result.frame.model.eq("b")
+    assert replace(result, frame=result.frame[::-1]).table().partition("Angle")[0].count("reference ") == 0
+    for frame, named in ((result.frame[::-1], 6), (result.frame[first], 0), (result.frame[other], 0)):
+        part = replace(result, frame=frame)
+        assert json.loads(part.to_json())["reference"] == part.reference == "a"
+        assert part.table().partition("Angle")[0].split().count("reference") == named
+    assert part.table().startswith("Against a\n")
+    assert f"{result.frame.kl_mean[1]:.3g}" in part.table()
 
 
 @pytest.fixture(scope="module")

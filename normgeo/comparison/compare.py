@@ -47,7 +47,7 @@ DEFAULT_TOKENS = 20_000
 
 @dataclass(frozen=True)
 class Comparison:
-    """Models side by side; the first is the reference.
+    """Models side by side, against the first of them.
 
     Attributes:
         frame: one row a model. `output` says what was compared: `logits`, or `last_hidden_state` of a model without a
@@ -60,12 +60,17 @@ class Comparison:
             forward pass over the reference's in the same round, with quartiles `time_ratio_q25` and `time_ratio_q75`.
         angles: the rows of every model's `AngleTable`; `reference_site` is the reference's site that a row's site
             corresponds to (missing where there is none), `stack_index` counts the model's stacks.
-        about: tokens, packing, context and options.
+        about: the reference, tokens, packing, context and options.
     """
 
     frame: pd.DataFrame
     angles: pd.DataFrame
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """The name of the model that the others are compared with, whichever rows are there and in whatever order."""
+        return self.about.get("reference", str(self.frame.model.iloc[0]))
 
     def by_site(self, column: str = "mean_deg", phase: str = "pre", direction: str = "uniform") -> pd.DataFrame:
         """One column of the angles, a row a site and a column a model.
@@ -88,12 +93,13 @@ class Comparison:
     def to_json(self) -> str:
         """The metrics and what they were measured on, as JSON; what has no meaning is null."""
         rows = [{k: _plain(v) for k, v in row.items()} for row in self.frame.to_dict("records")]
-        about = {"reference": self.frame.model.iloc[0], **self.about}
+        about = {"reference": self.reference, **self.about}
         return json.dumps(about | {"models": rows}, indent=2, allow_nan=False) + "\n"
 
     def table(self, width: int = 120) -> str:
         """Metrics with a column a model, then the angles to the uniform vector by layer."""
-        return side_by_side.table(self.frame, self.by_site(phase="pre"), self.by_site(phase="post"), width)
+        before, after = self.by_site(phase="pre"), self.by_site(phase="post")
+        return side_by_side.table(self.frame, before, after, self.reference, width)
 
     def plot(self) -> matplotlib.figure.Figure:
         """Angles to the uniform vector by layer, a color a model and a panel a role, and the metrics below."""
@@ -174,8 +180,9 @@ def compare(
     )
     frame["perplexity_difference"] = frame.perplexity - frame.perplexity.iloc[0]
     about = {
-        **source.about, "tokens": int(frame.tokens.iloc[0]), "batch": int(batch), "null": int(null),
-        "rounds": int(rounds), "seed": int(seed), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "reference": next(iter(models)), **source.about, "tokens": int(frame.tokens.iloc[0]),
+        "batch": int(batch), "null": int(null), "rounds": int(rounds), "seed": int(seed),
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
     }  # fmt: skip
     return Comparison(frame, _matched(tables), about)
 

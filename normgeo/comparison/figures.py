@@ -32,20 +32,23 @@ from normgeo.system import progress
 __all__ = ["plot", "table"]
 
 
-def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, width: int) -> str:
+def table(metrics: pd.DataFrame, pre: pd.DataFrame, post: pd.DataFrame, reference: str, width: int) -> str:
     """The metrics with a column a model, and below them the angles by site before and after each norm."""
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
-    console.print(_metrics(metrics))
+    if reference not in set(metrics.model):
+        console.print(f"Against {reference}")
+    console.print(_metrics(metrics, reference))
     console.print("Angle to the uniform vector, before → after each norm (degrees, means over tokens)")
     console.print(_angles(pre, post, list(metrics.model)))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
-def _metrics(frame: pd.DataFrame) -> Table:
+def _metrics(frame: pd.DataFrame, reference: str) -> Table:
     out = progress.table("", *frame.model)
     rows = frame.to_dict("records")
-    first = rows[0]
+    first = next((r for r in rows if r["model"] == reference), None)
+    words = "logits" if rows[0]["output"] == "logits" else "hidden state"
     lines = {
         "parameters": lambda r: f"{r['parameters']:,}",
         "memory": lambda r: _bytes(r["bytes"]),
@@ -57,8 +60,8 @@ def _metrics(frame: pd.DataFrame) -> Table:
         "KL, mean (nats)": lambda r: _number(r["kl_mean"], ".3g"),
         "KL, largest (nats)": lambda r: _number(r["kl_max"], ".3g"),
         "top-1 agreement": lambda r: _number(100 * r["top1"], ".2f", "%"),
-        f"{_words(first)} error, largest": lambda r: f"{r['error_max']:.3g} ({100 * r['error_max_rel']:.3g}%)",
-        f"{_words(first)} error, rms": lambda r: f"{100 * r['error_rms_rel']:.3g}%",
+        f"{words} error, largest": lambda r: f"{r['error_max']:.3g} ({100 * r['error_max_rel']:.3g}%)",
+        f"{words} error, rms": lambda r: f"{100 * r['error_rms_rel']:.3g}%",
         "time of a forward pass": lambda r: _time(r, r is first),
     }
     for name, show in lines.items():
@@ -70,10 +73,6 @@ def _metrics(frame: pd.DataFrame) -> Table:
 
 _OWN = {"parameters", "memory", "norms", "perplexity", "time of a forward pass"}
 """Lines that say something of a model alone; the others compare it with the reference."""
-
-
-def _words(row: dict) -> str:
-    return "logits" if row["output"] == "logits" else "hidden state"
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
