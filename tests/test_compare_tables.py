@@ -214,3 +214,16 @@ def test_logits_that_a_model_rules_out_are_in_no_error():
     y[0, 0] = 0.0  # what one of them allows is a difference
     masked.add(x, y)
     assert masked.error_max > 1e38
+
+
+def test_numbers_behind_bars_stay_within_their_axes(models, ids):
+    result = compare(models | {"c": models["a"]}, ids[:1, :8], **QUICK)
+    long = result.frame.assign(perplexity=[51234.56, 987654.32, 2.0], kl_mean=[0.0, 1.2e-12, 3.4e-5], time_ratio=1.0)
+    figure = replace(result, frame=long).plot()
+    figure.draw_without_rendering()
+    bars = [axes for axes in figure.axes if axes.patches]
+    assert len(bars) == 4
+    for axes in bars:
+        edge = axes.get_window_extent().x1
+        assert all(text.get_window_extent().x1 <= edge for text in axes.texts), axes.get_title()
+        assert max(bar.get_width() for bar in axes.patches) > 0.3 * axes.get_xlim()[1]

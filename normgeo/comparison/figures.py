@@ -199,11 +199,13 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
         colors = [PALETTE[k % len(PALETTE)] for k in range(len(values))]
         lengths = np.where(np.isfinite(values), values, 0.0)
         axes.barh(np.arange(len(values)), lengths, color=colors, height=0.7)
-        for k, value in enumerate(values):
-            text = "∞" if np.isinf(value) else _number(value, form) or "none"
+        texts = ["∞" if np.isinf(value) else _number(value, form) or "none" for value in values]
+        for k, text in enumerate(texts):
             axes.annotate(text, (lengths[k], k), (2, 0), textcoords="offset points", va="center", fontsize=7)
+        across = 72 * WIDTH / len(shown) - 24  # points along an axes: what is around it takes some
+        room = np.array([min((5 * len(text) + 6) / across, 0.8) for text in texts])  # for the numbers behind the bars
+        axes.set_xlim(0, max(lengths / (1 - room)) or 1.0)
         axes.set_title(title)
         axes.set_yticks([])
         axes.invert_yaxis()
-        axes.margins(x=0.4)
         axes.grid(visible=False)
