@@ -109,6 +109,14 @@ def test_a_link_to_nothing_is_something(tmp_path):
     assert Disk(tmp_path / "s").occupied()
 
 
+def test_a_file_that_a_writer_removes_while_a_reader_looks_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "a.partial").touch()
+    (tmp_path / "b").write_text("xyz")
+    real = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: real(path) and (path.suffix == "" or path.unlink() is None))
+    assert Disk(tmp_path).sizes(".") == {"b": 3}
+
+
 def test_chunks_and_ranges(place):
     place.publish("hidden.zarr", {"zarr.json": b"{}", "a/zarr.json": b"{}"})
     chunk = place.chunk("hidden.zarr/a/c.0")

@@ -206,8 +206,12 @@ class Disk(Storage):
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of the files right below a folder."""
-        place = self.path / folder
-        return {p.name: p.stat().st_size for p in sorted(place.iterdir()) if p.is_file()} if place.is_dir() else {}
+        place, found = self.path / folder, dict[str, int]()
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            with suppress(FileNotFoundError):  # a writer has renamed or removed it since
+                if path.is_file():
+                    found[path.name] = path.stat().st_size
+        return found
 
     def read(self, name: str) -> bytes:
         """All of a file."""
