@@ -127,6 +127,14 @@ def test_a_damaged_recipe_is_said_to_be(damage, says):
         decompress(model)
 
 
+def test_a_damaged_recipe_that_fits_gives_no_other_model():
+    """Padded, a writer that it does not name has the width of the others, and a zero for its last number."""
+    model = convert(tiny("gpt2"), to="crmsnorm", padded=True).model
+    model.config.normgeo["writers"].pop()
+    with pytest.raises(ConversionError, match="the model is not equal to the compressed one"):
+        decompress(model)
+
+
 @pytest.mark.parametrize("command", [["-m", "normgeo", "models"], ["-m", "analyses", "models_table", "--out", "{}"]])
 def test_a_terminal_that_takes_no_more_is_one_line(command, tmp_path):
     """As a pipe into a file on a full disk; the files of an analysis are written."""

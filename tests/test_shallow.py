@@ -1,12 +1,16 @@
 """Which of a deep model's layers a shallow one's stand for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as hf
 from zoo import tiny
 
+from normgeo.conversion import sharded
 from normgeo.conversion.probing import looking_at
 from normgeo.conversion.shallow import Spread, check_alike, shallow_config, shallow_gauge, shallow_model, spread
+from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError
 
 
@@ -25,6 +29,17 @@ def test_layers_at_other_places_are_not_guessed():
     check_alike(to, [("h.0.weight", 1), ("h.2.weight", 1), ("h.1.bias", 0)])
     with pytest.raises(ConversionError, match="convert it in memory"):
         check_alike(to, [("h.0.weight", 1), ("h.2.weight", 0)])
+
+
+def test_by_shard_layers_that_may_be_treated_in_other_ways_are_refused(tmp_path, monkeypatch):
+    """Of the deep model's layers only those are certified that the shallow one has."""
+    tiny("gpt2").save_pretrained(tmp_path / "in")
+    model, to = shallow_model(hf.GPT2LMHeadModel, tiny("gpt2").config)
+    unsure = replace(to, unsure=frozenset({("transformer.h", (0,))}))
+    monkeypatch.setattr(sharded, "shallow_model", lambda cls, config: (model, unsure))
+    with pytest.raises(ConversionError, match=r"layers of transformer\.h are treated in different ways"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_as_many_layers_are_looked_at_as_end_like_the_model():
