@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import transformers as hf
+import zoo
 from test_convert import worst_error
 from test_reaching import Two
 from torch import nn
@@ -227,3 +228,13 @@ def test_a_short_text_is_certified_on_as_it_is(tmp_path):
         convert_it(tmp_path / "more", n_tokens=500)
     with pytest.raises(DataError, match="--tokens must be at least 1, received 0"):
         convert_it(tmp_path / "none", n_tokens=0)
+
+
+def test_made_up_inputs_that_a_model_cannot_run_are_left_out():
+    """Of three dimensions the second are choices: two ids a row are two choices, and seven are none."""
+    model = zoo.perturb(hf.MegatronBertForMultipleChoice(hf.MegatronBertConfig(**zoo.SMALL)).eval())
+    ids = torch.randint(3, 96, (3, 2, 4, 5), generator=torch.Generator().manual_seed(0))
+    conversion = convert(model, inputs={"input_ids": ids[0]})
+    assert conversion.certificate.inputs == ("input_ids (2, 4, 5)", "input_ids (2, 2)")
+    with torch.no_grad():
+        assert torch.allclose(conversion.model(ids[1]).logits, model(ids[1]).logits, atol=1e-5)

@@ -121,15 +121,25 @@ class _SingleInside(TorchDispatchMode):
 def certificate_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Inputs to compare on, each with its own random content: several lengths, and one that reaches all it can.
 
-    No input where only a user can make what the model takes.
+    Those that the model cannot run are left out: all where only a user can make what it takes, or those of lengths that
+    mean something else to it, as the second of three dimensions that choices are (`...ForMultipleChoice`).
     """
     try:
         found = [*several_inputs(model), reaching_inputs(model, seed=1)]
         with evaluating(model):
             outputs_of(model, found[0])
-        return found
+            return [found[0], *(batch for batch in found[1:] if _runs(model, batch))]
     except ModelError:
         return []
+
+
+def _runs(model: PreTrainedModel, batch: dict[str, Tensor]) -> bool:
+    """Whether a model runs with these inputs, be what it gives NaN, which is said where it is compared."""
+    try:
+        outputs_of(model, batch)
+    except ModelError as error:
+        return error.__cause__ is None  # of what the model itself raised it is that
+    return True
 
 
 def _worst(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[float, float]:
