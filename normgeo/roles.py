@@ -148,7 +148,7 @@ class Placer:
     def _role(self, norm: Call, stack: str, block: _Block) -> str:
         weights = [c for c in block.calls if c.weight]
         around = [c for c in weights if c.holds(norm) and c.scored > norm.ended]  # attention that normalizes for itself
-        before = [c for c in weights if c.ended < norm.began]
+        before = [c for c in weights if c.ended < norm.began or (c.holds(norm) and 0 < c.scored < norm.began)]
         after = around + [c for c in weights if c.began > norm.ended]
         readers = [c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes]
         readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them

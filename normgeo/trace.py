@@ -35,8 +35,8 @@ class Call:
         output: what it gave.
         leaf: whether the module has no others inside.
         weight: whether it multiplies with matrices of its own, as leaves do, and attention that calls no module inside
-            for it. What other modules own beside those inside of them (state-space mixers, hyper-connections) is not
-            in the branch.
+            for it: by torch's function, or by scores behind which it goes on with modules, as dropout or a norm. What
+            other modules own beside those inside of them (state-space mixers, hyper-connections) is not in the branch.
         scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
         by_torch: whether that was by a function of torch's.
         crosses: whether a function of torch's that has the matrices weighed what the call around it was given as well,
@@ -301,7 +301,9 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
             if output is None and sys.exc_info()[1] is not None:  # it raised; somebody may go on
                 trace.calls[:] = [c for c in trace.calls if c is not call and not call.holds(c)]
                 trace.functions[:] = [f for f in trace.functions if not call.holds(f.call)]
-            if call.by_torch and name in own and not any(c.weight and call.holds(c) for c in trace.calls):
+            within = [c for c in trace.calls if call.holds(c)] if call.scored and name in own else []
+            goes_on = any(c.began > call.scored for c in within) and not _listed(name, trace.lists)
+            if name in own and (call.by_torch or goes_on) and not any(c.weight for c in within):
                 call.weight = True
 
         return hook

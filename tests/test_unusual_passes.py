@@ -236,3 +236,13 @@ def test_models_that_make_constants_are_measured_in_float64():
     """XGLM fills masks with the smallest number of its dtype, by a tensor of the default one."""
     model = tiny_architecture(next(a for a in architectures() if a.model_type == "xglm")).double()
     assert measure_angles(model, IDS % 50 + 3, null=0, progress=False).frame.n_tokens.max() > 50
+
+
+def test_norms_behind_an_attention_that_weighs_by_scores_of_its_own_are_behind_a_branch():
+    """XLNet's stands in the module of its attention, which has no linear layers: it is Post-LN all the same."""
+    xlnet = tiny_architecture(next(a for a in architectures() if a.model_type == "xlnet"))
+    assert [(site.role, site.layer) for site in find_sites(xlnet)] == [
+        (role, layer) for layer in range(2) for role in ("post_attention", "post_mlp")
+    ]
+    table = measure_angles(xlnet, IDS, null=64, null_every=1, progress=False)
+    assert "(median over 4 sites;" in table.verdict()
