@@ -6,6 +6,7 @@ whatever writes into the residual stream. Perplexity, KL and agreement with the 
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import matplotlib.figure
@@ -72,7 +73,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     perplexity = "" if np.isnan(first.perplexity) else f"perplexity {first.perplexity:.2f}, "
     tokens = f"{first.tokens:,} token{'s' if first.tokens > 1 else ''}"
     title = f"{first.model} without mean subtraction, against itself with it ({perplexity}{tokens})"
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(figures.plain(textwrap.fill(title, 84)), fontsize=9)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import matplotlib.figure
@@ -63,9 +64,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     axes.set_xlabel(
         f"time / time of the base model ({first.seconds:.3g} s a batch); quartiles of {first.rounds} rounds"
     )
-    figure.suptitle(
+    title = (
         f"{first.model}: {first.batch} x {first.context} tokens, d = {first.d}, {first.sites} norms, {first['dtype']}, "
-        f"{first.device}",
-        fontsize=9,
+        f"{first.device}"
     )
+    figure.suptitle(figures.plain(textwrap.fill(title, 84)), fontsize=9)
     return figure

@@ -211,3 +211,16 @@ def test_twins_are_drawn_while_one_of_them_was_not_yet_evaluated(evaluated, tmp_
     wanted = [f"{label}, training" for label in both.values()] + [f"{both[evaluated]}, held-out"]
     assert sorted(line.get_label() for line in axes.lines) == sorted(wanted)
     assert all(len(line.get_xdata()) for line in axes.lines)
+
+
+@pytest.mark.parametrize("name", ["x$_$y", "a-model-that-somebody-tuned-on-many-things-" * 3])
+def test_the_name_of_any_model_is_in_a_title(name):
+    about = {"model": name, "ratio": 1.0, "ratio_q25": 1.0, "ratio_q75": 1.0, "seconds": 1.0, "rounds": 1, "batch": 1,
+             "context": 8, "d": 4, "sites": 5, "dtype": "float32", "device": "cpu"}  # fmt: skip
+    cost = pd.DataFrame([about | {"variant": variant} for variant in ("base", "statistics")])
+    metrics = {"perplexity": 5.0, "kl_mean": 0.1, "top1": 0.9, "error_rms_rel": 0.1, "output": "logits", "tokens": 9}
+    worth = pd.DataFrame([{"model": name, "conversion": kind} | metrics for kind in causal_test.KINDS])
+    for figure in (stream_cost.plot(cost), causal_test.plot(worth)):
+        figure.draw_without_rendering()
+        title = figure.findobj(lambda it: getattr(it, "get_text", str)().startswith(name[:1]))[0].get_window_extent()
+        assert 0 < title.x0 < title.x1 < figure.bbox.width
