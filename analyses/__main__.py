@@ -160,12 +160,13 @@ def together(runs: list[Path], folder: Path) -> Path:
     Raises:
         DataError: one is no finished run, or is given twice.
     """
+    from analyses._source import finished
     from normgeo.angles.measure import AngleTable
     from normgeo.angles.runs import safe_name
 
     if twice := [str(run) for run, n in Counter(run.resolve() for run in runs).items() if n > 1]:
         raise DataError(f"the run {twice[0]} is given twice; give each once")
-    tables = [AngleTable.load(run) for run in runs]
+    tables = [finished(run) for run in runs]
     models = [list(map(str, table.frame.model.unique())) for table in tables]
     measured = Counter(safe_name(model) for found in models for model in found)
     renamed = []

@@ -31,6 +31,25 @@ CONTEXT = 256
 """The context that the embedded pair was trained with."""
 
 
+COLUMNS = {"model", "site", "layer", "role", "kind", "stack", "d", "phase", "direction", "mean_deg", "energy_share"}
+
+
+def finished(run: Path) -> AngleTable:
+    """The table of a finished run of `normgeo angles`.
+
+    Raises:
+        DataError: the directory holds none, or one without angles to the uniform vector.
+        RunError: it is damaged.
+    """
+    found = AngleTable.load(run)
+    if not set(found.frame) >= COLUMNS or not found.frame.direction.eq("uniform").any():
+        raise DataError(
+            f"{run / 'angles.parquet'} has no angles to the uniform vector; give the directory of a finished run of "
+            "`normgeo angles`"
+        )
+    return found
+
+
 def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
     """The table of a finished run of `normgeo angles`; without one, the embedded pair is measured.
 
@@ -46,7 +65,7 @@ def table(run: Path | None = None, n_tokens: int | None = None) -> AngleTable:
     if n_tokens is not None and run is not None:
         raise DataError(f"{run} has its own tokens; leave out the number of tokens")
     if run is not None:
-        return AngleTable.load(run)
+        return finished(run)
     tables = []
     for name in EMBEDDED:
         tokens = load_tokens("sample", load_tokenizer(name), context=CONTEXT)
@@ -120,7 +139,7 @@ def scalars(run: Path | None = None, n_tokens: int | None = None) -> Iterator[tu
         if run is None:
             run = Path(folder) / "run"
             start_run(RunConfig(tokens=n_tokens, keep="scalars"), run, progress=False)
-        frame = AngleTable.load(run).frame
+        frame = finished(run).frame
         sites = frame[["model", "site", "layer", "role", "kind", "stack"]].drop_duplicates()
         paths = {name: run / "scalars.zarr" / safe_name(name) for name in map(str, sites.model.unique())}
         if without := [name for name, path in paths.items() if not path.is_dir()]:

@@ -1,5 +1,6 @@
 """Analyses of models and trainings of one's own: from a terminal, and given themselves."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -224,3 +225,15 @@ def test_the_name_of_any_model_is_in_a_title(name):
         figure.draw_without_rendering()
         title = figure.findobj(lambda it: getattr(it, "get_text", str)().startswith(name[:1]))[0].get_window_extent()
         assert 0 < title.x0 < title.x1 < figure.bbox.width
+
+
+@pytest.mark.parametrize("left", ["no row", "no column", "null"])
+@pytest.mark.parametrize("name", ["angles_by_layer", "null_ensemble", "sinks", "masks"])
+def test_a_table_without_angles_to_the_uniform_vector_is_refused(name, left, ids, tmp_path):
+    table = measure_angles(tiny("gpt2"), ids[:1], null=2, progress=False)
+    rows = {"no row": table.frame[:0], "no column": table.frame.drop(columns="stack"),
+            "null": table.frame[table.frame.direction == "null"]}  # fmt: skip
+    AngleTable(rows[left], table.sinks).save(tmp_path / "run")
+    module = importlib.import_module(f"analyses.{name}")
+    with pytest.raises(DataError, match=r"angles\.parquet has no angles to the uniform vector; give the directory"):
+        module.compute(tmp_path / "run")
