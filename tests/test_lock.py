@@ -8,11 +8,12 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
-from normgeo.errors import StoreError
+from normgeo.errors import RunError, StoreError
 from normgeo.store import objects
 from normgeo.store.holder import holder
 from normgeo.store.objects import LEASE_SECONDS, Objects
 from normgeo.store.storage import Disk
+from normgeo.system.files import write_whole
 
 
 @pytest.fixture
@@ -62,6 +63,14 @@ def test_what_is_discarded_is_all_but_the_lock(storage):
         storage.put("a", b"1")
         storage.discard()
         assert (storage.size("a"), storage.names("")) == (None, ["lock"])
+
+
+def test_where_results_wait_until_they_are_put_may_be_full(storage, full_disk):
+    """Which says nothing of the bucket."""
+    full = pytest.raises(RunError, match=r"files wait until they are put, is full: .* TMPDIR, and resume")
+    with full_disk(1), full, storage.results() as folder:
+        write_whole(folder / "verdict.md", b"one")
+    assert storage.names("") == []
 
 
 FOUND = {  # what is in the lock after so many seconds, and when it is lost: others take it over after `LEASE_SECONDS`

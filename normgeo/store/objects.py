@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import tempfile
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ import numpy as np
 from normgeo.errors import StoreError
 from normgeo.store.holder import Held, holder, is_dead, read_holder, still_held, version_of
 from normgeo.store.storage import Disk, NewChunk, Storage
+from normgeo.system.files import passing_folder
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -236,9 +236,9 @@ class Objects(Storage):
     @contextmanager
     def results(self) -> Iterator[Path]:
         """A directory whose files are put at the end."""
-        with tempfile.TemporaryDirectory(prefix="normgeo-") as scratch:
-            yield Path(scratch)
-            for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
+        with passing_folder() as scratch:
+            yield scratch
+            for file in sorted(p for p in scratch.rglob("*") if p.is_file()):
                 self.put(file.relative_to(scratch).as_posix(), file.read_bytes())
 
     def free(self) -> int | None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARTIAL", "check_file", "check_folder", "check_name", "disk_explained", "file_digest", "is_full", "on_the_way",
-    "read_table", "status_in", "sync", "unreadable", "unwritable", "write_json", "write_synced", "write_table",
-    "write_whole",
+    "passing_folder", "read_table", "status_in", "sync", "unreadable", "unwritable", "write_json", "write_synced",
+    "write_table", "write_whole",
 ]  # fmt: skip
 
 PARTIAL = ".partial"
@@ -221,6 +221,23 @@ def disk_explained(out: Path | str) -> Iterator[None]:
             there = error.filename2 or error.filename
             raise RunError(f"{there} is in the way ({error.strerror}); move it and give --resume {out}") from error
         raise RunError(f"{out} cannot be written: {error.strerror}; give another place") from error
+
+
+@contextmanager
+def passing_folder() -> Iterator[Path]:
+    """A directory that is gone afterwards, where the system has such.
+
+    Raises:
+        RunError: there is no room.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="normgeo-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        where = f"{tempfile.gettempdir()}, where files wait until they are put, is full"
+        raise RunError(f"{where}: make space there, or name another directory in TMPDIR, and resume") from error
 
 
 def on_the_way(path: Any, place: Path | str) -> bool:
