@@ -369,6 +369,12 @@ def test_a_head_that_comes_before_its_table_can_stay_tied(name):
     assert worst_error(float64_copy(model), float64_copy(conversion.model, tied=True), {"input_ids": ids}) < 1e-6
 
 
+def test_what_keeps_a_head_from_staying_tied_is_named():
+    """A folded gamma is in the head alone, and not in the embedding that it is tied to."""
+    with pytest.raises(ConversionError, match="cannot stay tied: leave out fold_affine"):
+        convert(tiny("gpt2"), keep_tie=True, fold_affine=True)
+
+
 def test_a_certificate_is_of_text_from_anywhere_and_of_no_precision_of_the_callers():
     model, batches = tiny("gpt2"), [{"input_ids": torch.arange(3, 17).view(2, 7)}]
     expected = convert(model, certify_on=batches).certificate

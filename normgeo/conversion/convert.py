@@ -340,8 +340,7 @@ def _in_dtype(
     """The converted model in the original's own dtype: one cast of every changed parameter."""
     converted = copy.deepcopy(model)
     if any(not _equal(exact, group) for group in tied(converted)):
-        heads = _tied_heads(converted, exact) if keep_tie else {}
-        if heads:
+        if keep_tie and (heads := _tied_heads(converted, exact, recipe)):
             recipe["heads"] = list(heads)
         else:
             untie(converted)
@@ -380,7 +379,7 @@ def _equal(exact: PreTrainedModel, group: list[str]) -> bool:
     return all(first.shape == other.shape and torch.equal(first, other) for other in others)
 
 
-def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str, nn.Module]:
+def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any]) -> dict[str, nn.Module]:
     """Heads that can stay tied: linear, and tied to weights that were centered along the axis that the head reads.
 
     Raises:
@@ -392,9 +391,10 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel) -> dict[str,
             continue
         values = {name: exact.get_parameter(name) for name in group}
         linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
-        rest = [n for n in group if n not in linear]
         plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
-        if not (rest and all(torch.allclose(p, values[n], rtol=1e-9, atol=1e-12) for p in plain for n in rest)):
-            raise ConversionError(f"{', '.join(group)} cannot stay tied: convert without keeping the tie")
+        rest = [values[n] for n in group if n not in linear]
+        if not (rest and all(torch.allclose(p, value, rtol=1e-9, atol=1e-12) for p in plain for value in rest)):
+            option = "fold_affine" if "folded" in recipe else "keep_tie"
+            raise ConversionError(f"{', '.join(group)} cannot stay tied: leave out {option}")
         heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
     return heads
