@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -96,6 +96,62 @@ class _Block:
         return self.branch(call), module if (inner or not call.leaf) and not self.is_inline(call) else ""
 
 
+def _joined(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]:
+    """A forward pass as if layers that are spread over lists had one of their own, and its calls by those of before.
+
+    What has no other part in its layer, as a final norm at the end of a list of norms, is in none.
+    """
+    placed, parts = _listed(norms, trace), defaultdict[tuple[str, int], set[str]](set)
+    names = _spread(norms, placed)
+    for stack, i in placed.values():
+        parts[names.get(stack, ""), i].add(stack)
+    calls = dict[Call, Call]()
+    for call, (stack, i) in placed.items():
+        if stack in names and len(parts[names[stack], i]) > 1:
+            own = trace.layer_of(call.name)  # of another layer's module that it shares
+            inner = call.name.removeprefix(f"{own[0]}.{own[1]}") if own else f".{call.name}"
+            calls[call] = replace(call, name=f"{names[stack]}.{i}.{stack.rpartition('.')[2]}{inner}")
+    lists = (trace.lists - names.keys()) | {*names.values()}
+    return Trace([calls.get(call, call) for call in trace.calls], trace.functions, trace.sums, lists), calls
+
+
+def _listed(norms: list[Call], trace: Trace) -> dict[Call, tuple[str, int]]:
+    """The list of modules that each call is in, or that around it, and the index there, in the order of calls."""
+    placed, outer = dict[Call, tuple[str, int]](), None
+    for call in sorted({*trace.calls, *norms}, key=lambda call: call.began):
+        if outer is not None and outer.holds(call):
+            placed[call] = placed[outer]
+        elif (place := trace.layer_of(call.name)) is not None:
+            placed[call], outer = place, call
+    return placed
+
+
+def _spread(norms: list[Call], placed: dict[Call, tuple[str, int]]) -> dict[str, str]:
+    """Lists of which each has a part of every layer (`norms`, `attns`, `mlps`), and one name for those that belong so.
+
+    One is of norms, the others lie beside it, and they run in turns.
+    """
+    turns, names = defaultdict[str, list[tuple[int, int]]](list), dict[str, str]()
+    for call, (stack, i) in placed.items():
+        turns[stack].append((call.began, i))
+    for stack in dict.fromkeys(norm.name.rpartition(".")[0] for norm in norms):
+        group, together, parent = [stack], turns.get(stack, []), stack.rpartition(".")[0]
+        for other in turns:
+            beside = other != stack and other not in names and other.rpartition(".")[0] == parent
+            if beside and _in_turns(together, turns[other]):
+                group, together = [*group, other], [*together, *turns[other]]
+        if len(group) > 1 and stack not in names:
+            own = "+".join(other.rpartition(".")[2] for other in turns if other in group)
+            names |= dict.fromkeys(group, f"{parent}.{own}" if parent else own)
+    return names
+
+
+def _in_turns(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
+    """Whether of two lists, given when each index runs, all of an index is before the next; two they have in common."""
+    indices = [i for _, i in sorted([*a, *b])]
+    return indices == sorted(indices) and len({i for _, i in a} & {i for _, i in b}) > 1
+
+
 class Placer:
     """Gives the norms of one forward pass their places.
 
@@ -105,12 +161,13 @@ class Placer:
     """
 
     def __init__(self, norms: list[Call], trace: Trace) -> None:
-        self.trace = trace
-        self.known = {id(norm) for norm in norms}
+        self.trace, self._calls = _joined(norms, trace)
+        self.known = {id(self._calls.get(norm, norm)) for norm in norms}
         self.post: dict[str, bool] = {}
 
     def place(self, norm: Call) -> tuple[Any, str, int]:
         """The role of one call of a norm, the name of the list its layer is in, and the layer's index."""
+        norm = self._calls.get(norm, norm)
         running, place = self.trace.running(norm), self._layer(norm)
         if place is None:
             return self._outside(norm)

@@ -32,6 +32,7 @@ __all__ = [
     "check_saved_alike",
     "check_trains",
     "evaluate",
+    "loss_of",
     "plain_name",
     "save_twin",
     "train_tokenizer",

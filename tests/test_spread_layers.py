@@ -1,0 +1,96 @@
+"""Layers whose parts lie in lists beside each other, each called by the model itself."""
+
+import pytest
+from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from normgeo import find_sites, wrap
+from normgeo.architectures import architectures, tiny
+
+D, LAYERS = 16, 3
+
+
+def many(make, n=LAYERS):
+    return nn.ModuleList([make() for _ in range(n)])
+
+
+class Attention(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.qkv, self.o, self.activation = nn.Linear(D, 3 * D), nn.Linear(D, D), activation
+
+    def forward(self, x):
+        return self.activation(self.o(scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))))
+
+
+class Spread(nn.Module):
+    """Norms of both kinds in one list each, the last of which is the final one's, and an activation that all share."""
+
+    def __init__(self, post, whole):
+        super().__init__()
+        shared = nn.Sequential(nn.GELU())
+        self.embedding, self.post, self.whole = nn.Embedding(50, D), post, whole
+        self.norms, self.others = many(lambda: nn.LayerNorm(D), LAYERS + 1), many(lambda: nn.LayerNorm(D))
+        if whole:
+            self.attns = many(lambda: Attention(shared))
+            self.mlps = many(lambda: nn.Sequential(nn.Linear(D, 2 * D), shared, nn.Linear(2 * D, D)))
+        else:
+            self.q, self.k, self.v, self.o, self.up = (many(lambda: nn.Linear(D, D)) for _ in range(5))
+
+    def attend(self, i, x):
+        if self.whole:
+            return self.attns[i](x)
+        return self.o[i](scaled_dot_product_attention(self.q[i](x), self.k[i](x), self.v[i](x)))
+
+    def widen(self, i, x):
+        return self.mlps[i](x) if self.whole else gelu(self.up[i](x))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for i in range(LAYERS):
+            if self.post:
+                x = self.norms[i](x + self.attend(i, x))
+                x = self.others[i](x + self.widen(i, x))
+            else:
+                x = x + self.attend(i, self.norms[i](x))
+                x = x + self.widen(i, self.others[i](x))
+        return self.norms[LAYERS](x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("post", [True, False])
+def test_what_is_spread_over_lists_makes_layers(post, whole):
+    sites = find_sites(wrap(Spread(post, whole)))
+    roles = ("post_attention", "post_mlp") if post else ("attention", "mlp")
+    expected = [(f"module.{n}.{i}", role, i) for i in range(LAYERS) for n, role in zip(("norms", "others"), roles)]  # noqa: B905
+    assert [(site.name, site.role, site.layer) for site in sites] == [*expected, ("module.norms.3", "final", LAYERS)]
+    assert len({site.stack for site in sites}) == 1
+
+
+class Towers(nn.Module):
+    """Two stacks that lie beside each other and run one after the other, with norms alone in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norms = nn.Embedding(50, D), many(lambda: nn.LayerNorm(D))
+        self.layers = many(lambda: nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for norm in self.norms:
+            x = x + norm(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_lists_that_run_one_after_the_other_are_stacks_of_their_own():
+    assert {site.stack for site in find_sites(wrap(Towers()))} == {"module.norms", "module.layers"}
+
+
+@pytest.mark.parametrize("name", ["xlm", "flaubert"])
+def test_xlm(name):
+    sites = find_sites(tiny(next(a for a in architectures() if a.model_type == name)))
+    assert [(site.role, site.layer) for site in sites] == [
+        ("embedding", 0), ("post_attention", 0), ("post_mlp", 0), ("post_attention", 1), ("post_mlp", 1)
+    ]  # fmt: skip
