@@ -129,9 +129,11 @@ def _listed(norms: list[Call], trace: Trace) -> dict[Call, tuple[str, int]]:
 def _spread(norms: list[Call], placed: dict[Call, tuple[str, int]]) -> dict[str, str]:
     """Lists of which each has a part of every layer (`norms`, `attns`, `mlps`), and one name for those that belong so.
 
-    One is of norms, the others lie beside it, and they run in turns.
+    One is of norms, the others lie beside it, and they run in turns. Where one is of lists of layers, as `block` beside
+    `patch_embeddings` and `layer_norm`, what they have parts of are stages and no layers.
     """
     turns, names = defaultdict[str, list[tuple[int, int]]](list), dict[str, str]()
+    called = {call.name for call in placed}
     for call, (stack, i) in placed.items():
         turns[stack].append((call.began, i))
     for stack in dict.fromkeys(norm.name.rpartition(".")[0] for norm in norms):
@@ -140,7 +142,8 @@ def _spread(norms: list[Call], placed: dict[Call, tuple[str, int]]) -> dict[str,
             beside = other != stack and other not in names and other.rpartition(".")[0] == parent
             if beside and _in_turns(together, turns[other]):
                 group, together = [*group, other], [*together, *turns[other]]
-        if len(group) > 1 and stack not in names:
+        stages = any(f"{other}.{i}" not in called for other in group for _, i in turns[other])
+        if len(group) > 1 and stack not in names and not stages:
             own = "+".join(other.rpartition(".")[2] for other in turns if other in group)
             names |= dict.fromkeys(group, f"{parent}.{own}" if parent else own)
     return names

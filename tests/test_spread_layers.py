@@ -94,3 +94,10 @@ def test_xlm(name):
     assert [(site.role, site.layer) for site in sites] == [
         ("embedding", 0), ("post_attention", 0), ("post_mlp", 0), ("post_attention", 1), ("post_mlp", 1)
     ]  # fmt: skip
+
+
+def test_stages_are_no_layers():
+    """GLPN's parts of a stage, one of which is a list of layers, run in turns as well."""
+    sites = find_sites(tiny(next(a for a in architectures() if a.model_type == "glpn")))
+    assert {"encoder.block", "encoder.patch_embeddings", "encoder.layer_norm"} <= {site.stack for site in sites}
+    assert {"attention", "mlp"} <= {site.role for site in sites if site.stack == "encoder.block"}
