@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from normgeo import convert, decompress, load_model
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.sharded import convert_sharded
-from normgeo.errors import ConversionError, ModelError, RunError
+from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError
 from normgeo.store.capture import resume_capture
 from normgeo.store.layout import read_record, write_record
 from normgeo.store.storage import Disk
@@ -199,3 +200,25 @@ def test_by_shard_too_a_model_with_nan_is_refused(tmp_path):
         with pytest.raises((ConversionError, ModelError), match=r"NaN"):
             convert_sharded(tmp_path / f"in{layer}", tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("raised", [ValueError, NormGeoError])
+@pytest.mark.parametrize("words", [("convert", "out"), ("angles", "--data", "ids.npy")])
+def test_a_signal_whose_exception_compiled_code_makes_an_error_is_an_interruption(words, raised, monkeypatch, normgeo):
+    """As safetensors does."""
+
+    def compiled(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            raise raised("could not determine the shape") from None
+
+    tiny("gpt2").save_pretrained("gpt2")
+    np.save("ids.npy", np.arange(64))
+    monkeypatch.setattr("normgeo.cli.app._came", [])
+    for place in ("conversion.runs.load_model", "angles.runs._measure"):
+        monkeypatch.setattr(f"normgeo.{place}", compiled)
+    status, _, said = normgeo(words[0], "gpt2", *words[1:])
+    assert (status, "interrupted" in said, "could not" in said) == (143, True, False)
+    assert ("--resume" in said) == (words[0] == "angles" and raised is ValueError)  # a refusal leaves no run

@@ -26,7 +26,8 @@ class Interruptible(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _interruptions():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise _ended(error) from None
 
@@ -87,26 +88,42 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, as batch systems send it: handled as Ctrl-C is, so that nothing is left half-written."""
 
 
-def _on_sigterm() -> None:
-    """Raise `Terminated` from now on; in a rank not, for one that waits for others that died would not come to it."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or "RANK" in os.environ:
-        return
+_came: list[type[KeyboardInterrupt]] = []
+"""The interruptions that signals were in this process."""
+
+
+def _interrupt_at(number: int, interruption: type[KeyboardInterrupt]) -> None:
+    """Raise an interruption at a signal from now on."""
     own = os.getpid()
 
     def handle(*_: object) -> None:
         if os.getpid() == own:
-            raise Terminated
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that was forked, whose parent ends it
-        os.kill(os.getpid(), signal.SIGTERM)
+            _came.append(interruption)
+            raise interruption
+        signal.signal(number, signal.SIG_DFL)  # a process that was forked, whose parent ends it
+        os.kill(os.getpid(), number)
 
     with suppress(ValueError):  # not in another thread than the main one
-        signal.signal(signal.SIGTERM, handle)
+        signal.signal(number, handle)
+
+
+@contextmanager
+def _interruptions() -> Iterator[None]:
+    """What escapes after a signal is its interruption: compiled code that it is raised in may turn it into an error."""
+    try:
+        yield
+    except (KeyboardInterrupt, typer.Exit):
+        raise
+    except Exception:
+        if not _came:
+            raise
+        raise _came[-1] from None
 
 
 def quiet() -> None:
     """Leave the terminal to our own output: one progress bar, one line for an error; Ctrl-C is an exception again.
 
-    So is SIGTERM.
+    So is SIGTERM; in a rank not, for one that waits for others that died would not come to it.
     """
     import huggingface_hub
     import transformers
@@ -115,8 +132,9 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of `main`
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    _on_sigterm()
+        _interrupt_at(signal.SIGINT, KeyboardInterrupt)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:
+        _interrupt_at(signal.SIGTERM, Terminated)
 
 
 def _ended(error: KeyboardInterrupt, go_on: str = "") -> typer.Exit:
@@ -134,7 +152,8 @@ def resumable(
 ) -> Iterator[None]:
     """Of an interrupted command say how to go on, where anything was begun."""
     try:
-        yield
+        with _interruptions():
+            yield
     except KeyboardInterrupt as error:
         trust = " --trust-remote-code" if trust_remote_code else ""
         go_on = f"; finish it with: normgeo {command} --resume {shlex.quote(str(where))}{trust}" if begun() else ""
