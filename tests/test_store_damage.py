@@ -58,7 +58,7 @@ def test_truncated_and_missing_chunks_and_commits_are_named(copy):
     assert f"{commit} is missing" in problems
     assert "c.1.0 is missing" in problems
     for use in (HiddenStateStore, lambda path: angles_from_store(path, progress=False)):
-        with pytest.raises(StoreError, match="is damaged: records of rows are missing; normgeo verify names them"):
+        with pytest.raises(StoreError, match=rf"lacks records of rows; normgeo capture --resume {copy} mends it"):
             use(copy)
     unfinished(copy)
     assert HiddenStateStore(copy).n_tokens == HiddenStateStore(copy).commit_log[3].stop
@@ -193,6 +193,29 @@ def test_stores_and_their_rows_are_never_mixed(home, copy, tmp_path):
     with pytest.raises(RunError, match="another weights sha256"):
         resume_capture(other, progress=False)
     tiny("gpt2", seed=1).save_pretrained(home / "other")
+
+
+def test_a_damaged_row_of_a_complete_store_is_captured_again_without_its_record(store, copy, monkeypatch, normgeo):
+    raw = bytearray(a_chunk(copy).read_bytes())
+    raw[9] ^= 1
+    a_chunk(copy).write_bytes(raw)
+    status, out, said = normgeo("verify", copy)
+    assert (status, str(a_chunk(copy)) in out) == (1, True)
+    assert f"removed are captured again by normgeo capture --resume {copy}" in said.replace("\n", " ")
+    (copy / "commits/00000002.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture._Capture, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            resume_capture(copy, progress=False)
+    assert HiddenStateStore(copy).n_tokens == HiddenStateStore(store).commit_log[1].stop
+    before = read_record(Disk(store), "store.json")
+    resume_capture(copy, progress=False)
+    assert content(copy) == content(store)
+    assert verify(copy) == verify(store)
+    after = read_record(Disk(copy), "store.json")
+    assert {name for name in before if before[name] != after[name]} <= {"finished"}
+    with pytest.raises(StoreError, match="is complete"):
+        resume_capture(copy, progress=False)
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "state"])

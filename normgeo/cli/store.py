@@ -91,7 +91,10 @@ def verify(
     for problem in problems:
         console.print(problem, highlight=False, soft_wrap=True)
     if problems:
-        raise StoreError(f"{store}: {len(problems)} files are missing or damaged")
+        raise StoreError(
+            f"{store}: {len(problems)} files are missing or damaged; rows whose records (in commits/) are removed are "
+            f"captured again by normgeo capture --resume {store}"
+        )
     console.print(f"{store}: {checked:,} chunks are what was committed")
     if incomplete := HiddenStateStore(store).incomplete:
         console.print(incomplete)

@@ -19,7 +19,7 @@ from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import PHASES, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import on_cpu
-from normgeo.store.check import length_problems, metadata_problems
+from normgeo.store.check import interrupted, length_problems, metadata_problems
 from normgeo.store.layout import CHUNK_BYTES, Layout, create, put_back, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import ChunkReader, HiddenStateStore
@@ -118,7 +118,7 @@ def resume_capture(
     """
     ranks = ranks or Ranks.from_environment()
     storage = storage_at(path)
-    record = ranks.first("interrupted", lambda: _interrupted(storage))
+    record = ranks.first("interrupted", lambda: interrupted(storage))
     stored = record["capture"]
     run = RunConfig.recorded(stored["run"], where := f"the record of {path}").consented(trust_remote_code, where)
     config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
@@ -137,15 +137,6 @@ def _check_free(storage: Storage, config: CaptureConfig) -> None:
             f"a chunk at a URL is at most {storage.largest >> 20} MiB, since it waits in memory; --chunk-mib is "
             f"{config.chunk_bytes >> 20}"
         )
-
-
-def _interrupted(storage: Storage) -> dict[str, Any]:
-    if storage.size("store.json") is None:
-        raise StoreError(f"{storage} holds no store.json; there is nothing to resume")
-    record = read_record(storage, "store.json")
-    if record["status"] == "complete":
-        raise StoreError(f"the store in {storage} is complete; normgeo angles --store {storage} reads it")
-    return record
 
 
 @on_cpu
@@ -225,13 +216,13 @@ class _Capture:
         run = held.enter_context(self.storage.writing(shared=shared))
         if before is None:
             _check_free(self.storage, self.config)
-        elif _interrupted(self.storage) != before:
+        elif interrupted(self.storage) != before:
             raise StoreError(f"{self.storage} was written by another run meanwhile; give --resume {self.storage} again")
-        if self.storage.names("commits"):
-            if problems := metadata_problems(self.storage):
-                raise StoreError(f"{problems[0]}; what is committed stays as it is: restore that file, from a copy say")
-        else:
-            write_record(self.storage.put, "store.json", record, indent=2)
+        begun = bool(self.storage.names("commits"))
+        if begun and (problems := metadata_problems(self.storage)):
+            raise StoreError(f"{problems[0]}; what is committed stays as it is: restore that file, from a copy say")
+        write_record(self.storage.put, "store.json", record, indent=2)  # it was complete where records are lost
+        if not begun:
             plan = self.plan
             create(self.storage, plan.layout, self.job.sites, plan.rebuilds, plan.classes, record["provenance"])
         store = HiddenStateStore(self.storage)

@@ -1,10 +1,11 @@
-"""Checking every byte of a store of hidden states."""
+"""What a store of hidden states lacks: every byte of it, if asked."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum
@@ -24,7 +25,7 @@ from normgeo.store.layout import (
 from normgeo.store.objects import storage_at
 from normgeo.store.storage import Storage
 
-__all__ = ["length_problems", "metadata_problems", "verify"]
+__all__ = ["interrupted", "length_problems", "metadata_problems", "verify"]
 
 
 def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
@@ -52,6 +53,22 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
             problems += found
         problems += file_problems(storage, state_file(row), commit.state)
     return checked, problems
+
+
+def interrupted(storage: Storage) -> dict[str, Any]:
+    """What `store.json` says of a store that lacks something, be it records that it had, or its results alone.
+
+    Raises:
+        StoreError: there is no store, it is complete, or its record is damaged.
+    """
+    if storage.size("store.json") is None:
+        raise StoreError(f"{storage} holds no store.json; there is nothing to resume")
+    record, layout, _ = read_store(storage)
+    if record["status"] == "complete" and len(committed_rows(storage)) == layout.rows:
+        raise StoreError(f"the store in {storage} is complete; normgeo angles --store {storage} reads it")
+    return {name: value for name, value in record.items() if name not in ("finished", "results")} | {
+        "status": "running"
+    }
 
 
 def metadata_problems(storage: Storage) -> list[str]:

@@ -255,7 +255,7 @@ class HiddenStateStore:
         self.provenance: dict[str, Any] = self.record["provenance"]
         self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
         if self.record["status"] == "complete" and len(self.committed) < self.layout.rows:
-            raise StoreError(f"{self.storage} is damaged: records of rows are missing; normgeo verify names them")
+            raise StoreError(f"{self.storage} lacks records of rows; normgeo capture --resume {self.storage} mends it")
         rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
         self.commit_log: list[Commit] = [self.committed[row] for row in rows]
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
