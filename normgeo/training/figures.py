@@ -76,15 +76,25 @@ def curves(by_norm: dict[str, pd.DataFrame]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, str]) -> None:
-    """Mean angle and one standard deviation over tokens by step, before the null band of the same steps."""
+def _by_step(axes: Axes, here: pd.DataFrame, directions: dict[str, str], steps: np.ndarray) -> None:
+    """Mean angle and one standard deviation over tokens by step, before the null band of the same steps.
+
+    `steps` are those of all axes beside each other, which have one scale.
+    """
     mean_angles(axes, here, "step", directions)
-    steps = np.unique(here.step)
     if np.median(steps) < steps[-1] / 10:  # 1, 2, 4, ..., 512, 1,000, 10,000: on a linear axis most would coincide
         axes.set_xscale("symlog", linthresh=steps[steps > 0][0])
         axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=steps[steps > 0][0]))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
+
+
+def _alike(panels: list[Axes]) -> None:
+    """Limits that hold what is in any of these; sharing them has each ask all others, at every step of drawing."""
+    for given, put in ((Axes.get_xlim, Axes.set_xlim), (Axes.get_ylim, Axes.set_ylim)):
+        low, high = np.transpose([given(axes) for axes in panels])
+        for axes in panels:
+            put(axes, low.min(), high.max())
 
 
 def middle_layer(frame: pd.DataFrame) -> int | None:
@@ -113,7 +123,7 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
         here = here[here.site == here.site.iloc[0]]  # of the first stack of layers
         row[0].set_ylabel(plain(textwrap.fill(f"{_named(model)} (degrees)", 22)))
         for axes, (name, color) in zip(row, COLORS.items(), strict=True):
-            _by_step(axes, here, {name: color})
+            _by_step(axes, here, {name: color}, np.unique(frame.step))
     for axes, name in zip(grid[0], COLORS, strict=True):
         axes.set_title(LABELS[name])
     for axes in grid[-1]:
@@ -137,11 +147,14 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
     names = [list(map(_short, column)) for column in norms]
     rows = max(map(len, names))
     figure = _figure(0.8 + 0.95 * rows, len(models))
-    grid = figure.subplots(rows, len(models), squeeze=False, sharex=True, sharey=True)
+    grid, steps, drawn = figure.subplots(rows, len(models), squeeze=False), np.unique(frame.step), list[Axes]()
+    for axes in grid.flat:
+        axes.label_outer()
     for column, model in enumerate(models):
         own, rest = np.split(grid[:, column], [len(names[column])])
         for axes, here, name in zip(own, norms[column], names[column], strict=True):
-            _by_step(axes, here, {direction: COLORS[direction]})
+            _by_step(axes, here, {direction: COLORS[direction]}, steps)
+            drawn.append(axes)
             if column == 0 or names[column] != names[column - 1]:  # models of other depths have other rows
                 axes.set_ylabel(name)
                 axes.tick_params(labelleft=True)
@@ -150,6 +163,7 @@ def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.F
         own[-1].tick_params(labelbottom=True)
         for axes in rest:
             axes.set_visible(False)
+    _alike(drawn)
     legend(figure)
     figure.suptitle(f"Angles to the {LABELS[direction]} before every norm in training (degrees)", fontsize=9)
     return figure
