@@ -17,7 +17,7 @@ from zoo import tiny
 from analyses import stream_cost
 from normgeo import find_sites, load_model, models
 from normgeo.angles import job
-from normgeo.bench import inference
+from normgeo.bench import inference, passes
 from normgeo.bench import store as store_bench
 from normgeo.bench import stream as stream_bench
 from normgeo.bench.stream import VARIANTS, bench_stream
@@ -312,7 +312,7 @@ def test_without_memory_for_more_there_is_the_usual_error(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "without", "masked"),
-    [("gpt2", contextlib.nullcontext, True), ("gpt2", inference._unmasked, False), ("vit", inference._unmasked, False)],
+    [("gpt2", contextlib.nullcontext, True), ("gpt2", passes.unmasked, False), ("vit", passes.unmasked, False)],
 )
 def test_a_recorded_pass_attends_without_a_mask_as_an_eager_one_does(name, without, masked, monkeypatch):
     """As a stream that records a graph, `is_tracing` says that the device cannot be asked."""

@@ -89,6 +89,24 @@ def test_what_does_not_decode_is_said(monkeypatch):
         bench_inference(tiny("gpt2"), variants=["no-norm"], phases=("decode",), **FEW | {"lengths": (64,)})
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("rwkv", "RwkvForCausalLM keeps no cache of tokens before"),
+        ("cpmant", "CpmAntForCausalLM fails on a token behind those in its cache: RuntimeError: The size of tensor"),
+    ],
+)
+def test_of_a_model_that_generates_but_not_from_a_cache_the_rest_is_measured(name, why):
+    said, model = [], tiny_architecture(ARCHITECTURES[name])
+    frame = bench_inference(
+        model, variants=["no-norm"], phases=("forward", "decode"), announce=said.append, **FEW | {"lengths": (4,)}
+    )
+    assert set(frame.phase) == {"forward"}
+    assert any(line.startswith(f"without decoding: {why}") for line in said), said
+    with pytest.raises(ModelError, match=f"nothing to measure: {why}"):
+        bench_inference(model, variants=["no-norm"], phases=("decode",), **FEW)
+
+
 def test_an_encoder_and_its_decoder_are_streamed():
     ids = np.random.default_rng(0).integers(3, 96, (4, 16))
     frame = bench_stream(tiny("t5"), TokenStream.from_array(ids), batch=2, rounds=1, null=4)

@@ -1,13 +1,20 @@
 """What the benchmark of inference runs in every round is the same pass, and its times have columns of their own."""
 
+import pytest
 import torch
 from zoo import tiny
 
+from normgeo.architectures import architectures
+from normgeo.architectures import tiny as tiny_architecture
 from normgeo.bench import inference as inference_bench
+from normgeo.bench import passes
 from normgeo.bench.inference import bench_inference
 from normgeo.bench.inference_models import main_sites
 from normgeo.bench.norm_timer import NormTimer
+from normgeo.bench.passes import Case, Pass
 from normgeo.system.timing import Stopwatch
+
+ARCHITECTURES = {a.model_type: a for a in architectures()}
 
 
 class Counting(Stopwatch):
@@ -25,19 +32,32 @@ def test_every_token_is_decoded_with_the_same_cache():
     """However many were decoded before: what comes in is taken out again."""
     model = tiny("gpt2")
     inputs = inference_bench._inputs(model, 3, 8, "decode")
-    run = inference_bench._Pass(model, inputs, inference_bench.Case("float32", 3, 8, "decode"))
+    run = Pass(model, inputs, Case("float32", 3, 8, "decode"))
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], 1)
     with torch.no_grad():
         expected = model(ids).logits[:, -1:]
     for _ in range(3):
         torch.testing.assert_close(run.output(), expected, rtol=1e-4, atol=1e-5)
         assert min(run.seconds(), run.norm_seconds([site.name for site in main_sites(model)])) > 0
-        assert run.cache.get_seq_length() == 8
+        assert [cache.get_seq_length() for cache in run.cache.values()] == [8]
+
+
+@pytest.mark.parametrize("name", ["mamba", "gemma3_text", "xlstm"])
+def test_caches_that_give_no_token_back_are_decoded_from_too(name):
+    """States that are added up, and windows that are full."""
+    model = tiny_architecture(ARCHITECTURES[name])
+    length = 1 + getattr(model.config, "sliding_window", 4)
+    inputs = inference_bench._inputs(model, 1, length, "decode")
+    run = Pass(model, inputs, Case("float32", 1, length, "decode"))
+    with torch.no_grad():
+        expected = model(torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], 1)).logits[:, -1:]
+    for _ in range(3):
+        torch.testing.assert_close(run.output(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_whole_passes_and_norms_have_columns_of_their_own(monkeypatch):
-    monkeypatch.setattr(inference_bench._Pass, "seconds", lambda self: 3.0)
-    monkeypatch.setattr(inference_bench._Pass, "norm_seconds", lambda self, norms: float(len(norms)) / 4)
+    monkeypatch.setattr(Pass, "seconds", lambda self: 3.0)
+    monkeypatch.setattr(Pass, "norm_seconds", lambda self, norms: float(len(norms)) / 4)
     rounds, options = inference_bench.interleaved, []
     monkeypatch.setattr(inference_bench, "interleaved", lambda *a, **o: options.append(o) or rounds(*a, **o))
     found = bench_inference(tiny("gpt2"), variants=("no-norm",), lengths=(8,), rounds=1, seconds=2.0, seed=5)
@@ -58,9 +78,9 @@ def test_what_is_added_by_name_is_an_addition_where_both_are_the_streams():
 
 
 def test_all_norms_and_additions_of_a_pass_are_timed(monkeypatch):
-    monkeypatch.setattr(inference_bench, "Stopwatch", Counting)
+    monkeypatch.setattr(passes, "Stopwatch", Counting)
     model = tiny("gpt2")
     inputs = inference_bench._inputs(model, 1, 8, "forward")
-    run = inference_bench._Pass(model, inputs, inference_bench.Case("float32", 1, 8))
+    run = Pass(model, inputs, Case("float32", 1, 8))
     assert run.seconds() == 1
     assert run.norm_seconds([site.name for site in main_sites(model)]) == 5 + 4

@@ -12,19 +12,16 @@ A share of 1 is all that norms cost. Where the floor's upper quartile reaches 1 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from normgeo.bench.controls import given
 from normgeo.bench.inference_models import (
@@ -39,25 +36,20 @@ from normgeo.bench.inference_models import (
     main_sites,
     quantizer,
 )
-from normgeo.bench.norm_timer import NormTimer
-from normgeo.errors import ModelError, NormGeoError
+from normgeo.bench.passes import Case, Pass, unmasked
+from normgeo.errors import ModelError, NormGeoError, said
 from normgeo.examples import example_inputs, max_context
-from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained
 from normgeo.numbers import check_number, check_numbers
 from normgeo.sites import NormSite
 from normgeo.system.timing import (
-    Stopwatch,
     circumstances,
     compiler_explained,
     interleaved,
-    occupy,
     quartiles,
-    recorded,
-    synchronize,
 )
 
-__all__ = ["COMPILED", "MODES", "PHASES", "Case", "bench_inference", "check_compiler", "check_names", "summary"]
+__all__ = ["COMPILED", "MODES", "PHASES", "bench_inference", "check_compiler", "check_names", "summary"]
 
 PHASES = ("forward", "decode")
 """All tokens at once without a cache, or one token after `length` of them that are in the cache."""
@@ -66,90 +58,7 @@ MODES = ("eager", "compiled", "graph")
 COMPILED = ("original", "pre-rmsnorm", "pre-crmsnorm-padded", "no-norm")
 """What is compiled: compilers make the same code of the others."""
 
-AHEAD = 0.1  # seconds that a device is kept waiting at most, so that all of a pass is given to it before it begins
 ROUNDING = 1e-4  # relative error that rounding may make in float32, far below what any mistake makes
-
-
-@dataclass(frozen=True)
-class Case:
-    """What all variants compute, one after the other: dtype, shape, phase and mode."""
-
-    dtype: str
-    batch: int
-    length: int
-    phase: str = "forward"
-    mode: str = "eager"
-
-
-class _Pass:
-    """A variant's forward pass on a case's inputs, as often as one wants."""
-
-    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor], case: Case) -> None:
-        self.model, self.device, self.inputs, self.cache = model, model.device, inputs, None
-        self.given_in = 0.0
-        wanted = {"use_cache": case.phase == "decode", "logits_to_keep": 1}  # as generation does
-        self.options = {k: v for k, v in wanted.items() if k in inspect.signature(model.forward).parameters}
-        self.autocast = case.dtype == "autocast"
-        self.call: Callable[..., Any] = torch.compile(model, dynamic=False) if case.mode == "compiled" else model
-        if case.phase == "decode":
-            self.cache = self()["past_key_values"]
-            self.inputs = {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": self.cache}
-        if case.mode == "graph":
-            with norm_ops.launched_always():  # a graph launches its kernels for nothing
-                self.call = recorded(self, self.device)
-
-    def __call__(self, watch: Callable[..., Any] | None = None) -> Any:
-        """What the model gives; `watch` calls it instead, where given."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            if self.autocast:
-                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
-            named = self.inputs | self.options
-            result = watch(self.call, **named) if watch else self.call(**named)
-        if self.cache is not None:
-            self.cache.crop(-1)  # the token that came in
-        return result
-
-    def output(self) -> Tensor:
-        """The first output, in float32."""
-        return next(v for v in self().values() if isinstance(v, Tensor)).float().clone()
-
-    def seconds(self) -> float:
-        watch = Stopwatch(self.device)
-        synchronize(self.device)
-        began = time.perf_counter()
-        self(watch)
-        self.given_in = time.perf_counter() - began
-        return watch.seconds()
-
-    def norm_seconds(self, norms: Sequence[str]) -> float:
-        """Of a pass that is given to the device as a whole, after one that was timed."""
-        watch = Stopwatch(self.device)
-        with NormTimer(self.model, norms, watch), _unmasked():
-            occupy(self.device, min(4 * self.given_in, AHEAD))  # here giving takes longer
-            self()
-        return watch.seconds()
-
-
-@contextlib.contextmanager
-def _unmasked() -> Iterator[None]:
-    """While inside, models make no mask that masks nothing, and need not ask the device whether they should.
-
-    Whether several texts are packed into a row they ask it, and wait. While a graph is recorded or a compiler traces
-    they cannot, and some versions of transformers make a mask then, with which torch has no fast attention in half
-    precision.
-    """
-    masks: Any = masking_utils
-    asked = masks.is_tracing
-
-    def is_tracing(tensor: Any = None) -> bool:
-        return tensor is not None and asked(tensor)
-
-    with (
-        patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None),
-        patch.object(masks, "is_tracing", is_tracing),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -251,8 +160,7 @@ def bench_inference(
     wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
     check_variants(model, sites, wanted)
     name = name or model.name_or_path or type(model).__name__
-    is_text = "input_ids" in example_inputs(model)
-    generates = is_text and model.can_generate() and not model.config.is_encoder_decoder
+    is_text, undecoded = "input_ids" in example_inputs(model), _undecoded(model) if "decode" in phases else ""
     lengths = lengths if is_text else (0,)
     for batch, length, phase in itertools.product(batches, lengths, phases):
         with _fitting(batch, length):
@@ -263,8 +171,8 @@ def bench_inference(
     wanted = [name for name in wanted if VARIANTS[name].base in models]
     if not variants:
         wanted = [name for name in wanted if _possible(name, models, sites, announce)]
-    if "decode" in phases and "forward" in phases and not generates:
-        announce(f"without decoding: {type(model).__name__} generates no text one token after the other")
+    if undecoded and "forward" in phases:
+        announce(f"without decoding: {undecoded}")
     about = {
         "model": name, "parameters": model.num_parameters(), "norm": sites[0].kind, "norms": len(sites),
         "d": sites[0].d, **circumstances(model.device), "seed": seed,
@@ -275,17 +183,17 @@ def bench_inference(
             typed = {key: in_dtype(base, dtype) for key, base in models.items()}
             ready = {variant: derived(variant, typed, sites) for variant in wanted}
             for batch, length, phase, mode in itertools.product(batches, lengths, phases, modes):
-                if phase == "decode" and (mode != "eager" or not generates):
+                if phase == "decode" and (mode != "eager" or undecoded):
                     continue
-                with _fitting(batch, length), contextlib.nullcontext() if mode == "eager" else _unmasked():
+                with _fitting(batch, length), contextlib.nullcontext() if mode == "eager" else unmasked():
                     inputs = _inputs(model, batch, length, phase)
                     case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
-                    truth = _Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
+                    truth = Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
                     raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
                 frames.append(raw.assign(**about, **asdict(case)))
                 keep(frames[-1])
     if not frames:
-        why = "decoding is measured in mode eager alone" if generates else "it generates no text, and cannot decode"
+        why = undecoded or "decoding is measured in mode eager alone"
         raise ModelError(f"{name} has nothing to measure: {why}")
     return pd.concat(frames, ignore_index=True)
 
@@ -293,6 +201,20 @@ def bench_inference(
 def _fitting(batch: int, length: int) -> contextlib.AbstractContextManager[None]:
     of = f" x {length} tokens" if length else ""
     return memory_explained(f"a batch of {batch}{of}", "give a smaller --batch or --length", counted=True)
+
+
+def _undecoded(model: PreTrainedModel) -> str:
+    """Why a model gives no text one token after the other, each with those before in its cache; empty where it does."""
+    inputs = example_inputs(model)
+    if "input_ids" not in inputs or not model.can_generate() or model.config.is_encoder_decoder:
+        return f"{type(model).__name__} generates no text one token after the other"
+    try:
+        Pass(model, inputs, Case("float32", 0, 0, "decode"))()
+    except ModelError as error:
+        return str(error)
+    except Exception as error:  # whatever a model raises
+        return f"{type(model).__name__} fails on a token behind those in its cache: {said(error)}"
+    return ""
 
 
 def _possible(name: str, models: Bases, sites: Sequence[NormSite], announce: Callable[[str], Any]) -> bool:
@@ -335,7 +257,7 @@ def _timed(
         models = {name: model for name, model in models.items() if name in COMPILED}
     dtype = models["original"].dtype
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-    passes = {name: _Pass(model, inputs, case) for name, model in models.items()}
+    passes = {name: Pass(model, inputs, case) for name, model in models.items()}
     with compiler_explained(type(models["original"]).__name__):
         errors = {name: _error(forward.output(), truth) for name, forward in passes.items()}
     allowed = ROUNDING + 4 * errors["original"]
@@ -346,7 +268,7 @@ def _timed(
                 f"relative error {errors[name]:.1e}, allowed {allowed:.1e}; nothing was timed"
             )
 
-    def both(forward: _Pass) -> tuple[float, float]:
+    def both(forward: Pass) -> tuple[float, float]:
         return forward.seconds(), forward.norm_seconds(norms) if case.mode == "eager" else np.nan
 
     measures = {name: lambda forward=forward: both(forward) for name, forward in passes.items()}
