@@ -202,6 +202,14 @@ def test_as_many_tokens_as_classes_change_nothing(ids):
     assert all(frame.kl_mean[1] > 0 and frame.top1.notna().all() for frame in frames)
 
 
+def test_norms_on_heads_are_norms_and_a_head_wider_than_the_vocabulary_predicts(ids):
+    wide = zoo.tiny("llama")
+    wide.config.vocab_size -= 3  # tables are padded to sizes that are computed faster
+    frame = compare({"a": zoo.tiny("qwen3"), "b": wide}, ids[:1, :8], **QUICK).frame
+    assert frame.rmsnorms.tolist() == [2 * 4 + 1, 2 * 2 + 1]
+    assert frame.predictions.tolist() == [7, 7]
+
+
 def test_logits_that_a_model_rules_out_are_in_no_error():
     x = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
     y = (x + 0.1).bfloat16()
