@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from normgeo.norms import CRMSNorm, RMSNorm
 
 __all__ = [
-    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "part_of", "put",
-    "rebuild", "recenter_at", "replaced", "reshape",
+    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "keep_hooks",
+    "part_of", "put", "rebuild", "recenter_at", "replaced", "reshape",
 ]  # fmt: skip
 
 PREFIX = "normgeo_"
@@ -196,13 +196,18 @@ def reshape(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, last, value)
 
 
+def keep_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Give a module the hooks of that in whose place it comes: the user's, and it may be recentered too."""
+    for hooks in HOOKS:
+        vars(new)[hooks].update({k: hook for k, hook in vars(old)[hooks].items() if not isinstance(hook, OF_WEIGHTS)})
+
+
 def _norm(old: nn.Module, spec: dict[str, Any], like: Tensor) -> nn.Module:
     options = dict(spec)
     cls = {"rmsnorm": RMSNorm, "crmsnorm": CRMSNorm}[options.pop("kind")]
     own = next(old.parameters(), like)
     new = cls(**options, dtype=own.dtype, device=own.device)
-    for hooks in HOOKS:  # the user's, and it may be recentered too
-        vars(new)[hooks].update({k: hook for k, hook in vars(old)[hooks].items() if not isinstance(hook, OF_WEIGHTS)})
+    keep_hooks(new, old)
     new.train(old.training).requires_grad_(own.requires_grad)
     for name, parameter in new.named_parameters():  # where betas alone are trained, or none of them
         if isinstance(same := getattr(old, name, None), nn.Parameter):

@@ -46,6 +46,12 @@ def test_rmsnorms_of_an_odd_width_have_the_gains_that_they_had():
     assert frame.error.lt(1e-5).all()
 
 
+def test_a_norm_behind_which_a_mean_is_removed_is_torchs_with_that():
+    """BLOOM's norm of embeddings writes into its stream."""
+    frame = bench_inference(tiny("bloom"), variants=["pre-rmsnorm-torch"], **FEW)
+    assert frame.error.lt(1e-5).all()
+
+
 def test_cases_are_measured_once():
     """However often they are given: two of the same name could not be told apart."""
     model, twice = tiny("gpt2"), {"dtypes": ("float32",) * 2, "batches": (1, 1), "modes": ("eager",) * 2}

@@ -27,7 +27,7 @@ from normgeo.conversion.convert import convert
 from normgeo.conversion.optimize import optimize
 from normgeo.conversion.replacing import affine_of
 from normgeo.conversion.shallow import gauge_of
-from normgeo.converted import put
+from normgeo.converted import keep_hooks, put
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.kernels import norm_ops
 from normgeo.loading import load_model
@@ -165,6 +165,7 @@ class _TorchRMSNorm(nn.Module):
         weight = norm.weight
         self.weight = weight if weight is None or not norm.offset else nn.Parameter(weight + norm.offset, False)
         self.bias, self.d, self.eps = norm.bias, norm.d, norm.eps
+        keep_hooks(self, norm)
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Gamma * x / sqrt(|x|^2 / d + eps) + beta of x [..., d]."""
