@@ -1,5 +1,7 @@
 """What the benchmark of inference runs in every round is the same pass, and its times have columns of their own."""
 
+import contextlib
+
 import pytest
 import torch
 from zoo import tiny
@@ -12,6 +14,7 @@ from normgeo.bench.inference import bench_inference
 from normgeo.bench.inference_models import main_sites
 from normgeo.bench.norm_timer import NormTimer
 from normgeo.bench.passes import Case, Pass
+from normgeo.errors import NormGeoError
 from normgeo.system.timing import Stopwatch
 
 ARCHITECTURES = {a.model_type: a for a in architectures()}
@@ -63,6 +66,17 @@ def test_whole_passes_and_norms_have_columns_of_their_own(monkeypatch):
     found = bench_inference(tiny("gpt2"), variants=("no-norm",), lengths=(8,), rounds=1, seconds=2.0, seed=5)
     assert options == [{"rounds": 1, "seconds": 2.0, "seed": 5}]
     assert found[["seconds", "norm_seconds", "seed"]].drop_duplicates().to_numpy().tolist() == [[3.0, 1.25, 5]]
+
+
+def test_a_last_digit_is_no_mistake_where_the_original_has_the_right_one(monkeypatch):
+    """As of a model of images and texts, which of one pair gives a single number."""
+    model, options = tiny("llama"), {"variants": ("pre-rmsnorm",), "lengths": (8,), "rounds": 3, "seconds": 0.0}
+    for dtype, last in (("float16", 2.0**-10), ("autocast", 2.0**-7), ("float32", 1e-5)):
+        for off, wrong in ((0.9 * last, False), (2 * last + 1e-4, True)):
+            errors = iter((0.0, off))
+            monkeypatch.setattr(inference_bench, "_error", lambda *_, errors=errors: next(errors))
+            with pytest.raises(NormGeoError, match="gives other outputs") if wrong else contextlib.nullcontext():
+                bench_inference(model, dtypes=(dtype,), **options)
 
 
 def test_what_is_added_by_name_is_an_addition_where_both_are_the_streams():
