@@ -217,9 +217,7 @@ class TokenStream:
 def _length(context: int | None, usual: int) -> int:
     """The length of contexts that was asked for, or else the usual one."""
     if context is not None and (not isinstance(context, Integral) or isinstance(context, bool) or context < 1):
-        raise DataError(
-            f"context must be a whole number of at least 1, received {context!r}; leave it out for {usual:,}"
-        )
+        raise DataError(f"context must be a whole number of at least 1, received {context!r}; {usual:,} is usual")
     return usual if context is None else int(context)
 
 

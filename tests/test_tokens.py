@@ -357,7 +357,7 @@ def test_npy_files_that_hold_no_ids_are_refused(tmp_path, content, match):
 @pytest.mark.parametrize("context", [0, -1])
 def test_contexts_without_a_token_are_refused(tokenizer, context):
     for data, usual in (("sample", "1,024"), ([[5, 6, 7]], "3")):
-        says = f"^context must be a whole number of at least 1, received {context}; leave it out for {usual}$"
+        says = f"^context must be a whole number of at least 1, received {context}; {usual} is usual$"
         with pytest.raises(DataError, match=says):
             load_tokens(data, tokenizer, context)
 

@@ -81,7 +81,9 @@ def check_convertible(model: PreTrainedModel, *, by_gradients: bool = True) -> N
             raise ConversionError(f"{name} has no plain weights: {module_name} is a {kind}; convert it before that")
     for parameter_name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
-            raise ConversionError(f"{name} has no weights: {parameter_name} is on the meta device")
+            raise ConversionError(
+                f"{name} has no weights: {parameter_name} is on the meta device; load it, and do not offload it"
+            )
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConversionError(f"{name} has packed weights: {parameter_name} is {parameter.dtype}; load it unpacked")
         if type(parameter.data) is not Tensor:  # as a library's that quantizes
