@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import shutil
@@ -18,6 +19,11 @@ _context.set_forkserver_preload([
     "seaborn", "normgeo.cli.main", "normgeo.store.capture", "normgeo.training.runs", "normgeo.conversion.runs",
 ])  # fmt: skip
 NORMGEO = "from normgeo.cli.main import main; main()"
+
+
+def begin():
+    """Start the process to fork from, for others that fork."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def _begin(code, words, folder, environment):

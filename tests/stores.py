@@ -1,7 +1,11 @@
 """Small stores: captured from a tiny model and 40 sequences of 20 ids, in rows of 64 tokens or fewer, unless said."""
 
+import contextlib
 import hashlib
 from pathlib import Path
+
+import forked
+import pytest
 
 from normgeo.angles.runs import RunConfig
 from normgeo.store.capture import CaptureConfig, start_capture
@@ -40,3 +44,19 @@ def unfinished(place):
 
 def a_chunk(path, row=2):
     return sorted((path / "hidden.zarr").rglob(f"pre/c.{row}.0"))[1]
+
+
+@contextlib.contextmanager
+def local_cluster():
+    """The address of two workers of dask's, forked from the process that others are, with all imports done."""
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
+    forked.begin()  # before dask would have it import less
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
+    with (
+        dask.config.set({
+            "distributed.worker.multiprocessing-method": "forkserver",
+            "distributed.worker.profile.enabled": False,  # what it collects would count as the scan's
+        }),
+        distributed.LocalCluster(**options) as cluster,
+    ):  # fmt: skip
+        yield cluster.scheduler_address

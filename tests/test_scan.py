@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from stores import CONTEXT, a_chunk, captured, config, content, unfinished
+from stores import CONTEXT, a_chunk, captured, config, content, local_cluster, unfinished
 
 from normgeo import AngleTable, HiddenStateStore, measure_angles
 from normgeo.angles.statistics import BINS, AngleStatistics
@@ -31,13 +31,8 @@ def threads():
 
 @pytest.fixture(scope="module")
 def cluster():
-    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
-    with (
-        dask.config.set({"distributed.worker.profile.enabled": False}),  # what it collects would count as the scan's
-        distributed.LocalCluster(**options) as cluster,
-    ):
-        yield cluster.scheduler_address
+    with local_cluster() as address:
+        yield address
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from forked import NORMGEO, Forked
-from stores import captured, config
+from stores import captured, config, local_cluster
 
 from analyses import masks, uncertainty
 from normgeo import HiddenStateStore
@@ -88,11 +88,8 @@ def test_some_sites_in_any_cut(store, tmp_path, threads, monkeypatch):
 
 
 def test_a_cluster_gives_the_same(store, tmp_path):
-    distributed = pytest.importorskip("distributed")
     angles_from_store(store, null=4, scalars=tmp_path / "threads", progress=False)
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
-    with distributed.LocalCluster(**options) as cluster:
-        address = cluster.scheduler_address
+    with local_cluster() as address:
         angles_from_store(store, null=4, scalars=tmp_path / "cluster", scheduler=address, progress=False)
     assert files(tmp_path / "cluster") == files(tmp_path / "threads")
 
