@@ -105,8 +105,8 @@ class _Probe:
     def behaviour(self, given: torch.dtype) -> Behaviour | None:
         """What it does; raises whatever the module raises."""
         module, fits = self.module, [self.vectors() for _ in range(4)]
-        odd = torch.stack([(module(x) - module(-x)) / 2 for x in fits])
-        beta = torch.stack([(module(x) + module(-x)) / 2 for x in fits]).mean(0)
+        there, back = (torch.stack([module(sign * x) for x in fits]) for sign in (1, -1))
+        odd, beta = (there - back) / 2, ((there + back) / 2).mean(0)
         fresh = self.vectors()
         truth = module(fresh)
         if truth.shape != self.shape or not (torch.isfinite(truth).all() and odd.abs().max() > 0):
