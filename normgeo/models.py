@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, cast
@@ -160,8 +161,13 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
     Raises:
         ModelError: it cannot be copied, as what holds a lock or an open file.
     """
+    # every module has ten sets and dictionaries of hooks, mostly empty, which take half the time to copy
+    empty = (
+        value for part in module.modules() for value in vars(part).values()
+        if type(value) in (OrderedDict, set) and not value
+    )  # fmt: skip
     try:
-        return copy.deepcopy(module, memo)
+        return copy.deepcopy(module, {id(value): type(value)() for value in empty} | (memo or {}))
     except TypeError as error:
         raise ModelError(f"{type(module).__name__} cannot be copied, which this takes: {error}") from error
 

@@ -44,7 +44,7 @@ from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError
 from normgeo.loading import saved_elsewhere
-from normgeo.models import on_cpu
+from normgeo.models import copied, on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Conversion", "convert", "decompress"]
@@ -221,7 +221,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
         ) from error
     recipe["shapes"] = {}
     _note(exact, recipe)
-    result = copy.deepcopy(exact)
+    result = copied(exact)
     for own, given in zip(*((m.config, m.config.get_text_config()) for m in (result, model)), strict=True):
         vars(own).pop("use_cache", None)  # of a copy to look into
         vars(own).update({name: value for name, value in vars(given).items() if name == "use_cache"})
@@ -338,7 +338,7 @@ def _in_dtype(
     model: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any], keep_tie: bool
 ) -> PreTrainedModel:
     """The converted model in the original's own dtype: one cast of every changed parameter."""
-    converted = copy.deepcopy(model)
+    converted = copied(model)
     if any(not _equal(exact, group) for group in tied(converted)):
         if keep_tie and (heads := _tied_heads(converted, exact, recipe)):
             recipe["heads"] = list(heads)
