@@ -37,17 +37,18 @@ dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere } summary { cursor: p
 """
 
 
-def page(table: AngleTable, drawn: Path, about: Iterable[Mapping[str, Any]]) -> str:
+def page(table: AngleTable, verdict: str, drawn: Path, about: Iterable[Mapping[str, Any]]) -> str:
     """The page as HTML, with its figures in it: no script, and nothing is fetched.
 
     Args:
         table: what was measured.
+        verdict: what it says of it, in Markdown.
         drawn: where its figures lie, as .svg.
         about: what each model's measurement is of, as `run.json` has it.
     """
     models = [str(name) for name in table.frame.model.unique()]
     marks = MarkdownIt("js-default")  # which takes no HTML from the names of models
-    said = marks.render(table.verdict().replace("# Verdict\n", "", 1))
+    said = marks.render(verdict.replace("# Verdict\n", "", 1))
     return "\n".join([
         "<!DOCTYPE html>", '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',

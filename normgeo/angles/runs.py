@@ -204,9 +204,10 @@ def _state(out: Path, name: str) -> Path:
 def write_results(table: AngleTable, out: Path, about: Iterable[Mapping[str, Any]]) -> list[Path]:
     """Write the tables, `verdict.md`, `figures/` and `report.html`, which says what it is `about`; gives all files."""
     table.save(out)
-    write_whole(out / "verdict.md", table.verdict().encode())
+    verdict = table.verdict()
+    write_whole(out / "verdict.md", verdict.encode())
     _draw(table, out / "figures")
-    write_whole(out / "report.html", page(table, out / "figures", about).encode())
+    write_whole(out / "report.html", page(table, verdict, out / "figures", about).encode())
     names = ("angles.parquet", "sinks.parquet", "verdict.md", "report.html")
     return [*(out / name for name in names), *sorted((out / "figures").glob("*"))]
 
