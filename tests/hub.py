@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
@@ -19,8 +20,8 @@ from normgeo.angles.measure import AngleTable
 from normgeo.cli.main import main
 AngleTable.plot = lambda *_: Figure()  # which takes half the time of runs this small
 Figure.savefig = lambda *_, **__: None
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["normgeo", *words]
+for line in sys.stdin:
+    sys.argv = ["normgeo", *line.split()]
     try:
         main()
         status = 0
@@ -130,10 +131,30 @@ def served(repositories, home):
 
 
 def asked(environment, folder, *commands):
-    """Commands in one other process: their statuses, and what each said on standard error."""
-    command = [sys.executable, "-c", RUN, json.dumps([line.split() for line in commands])]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("status")]
-    return statuses, [" ".join(said.split()) for said in done.stderr.split("---")[:-1]]
+    """Commands in one other process: their statuses, and what each said on standard error.
+
+    A function among them is called when those before it have ended.
+    """
+    command, statuses = [sys.executable, "-c", RUN], []
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env={**os.environ, **environment}, cwd=folder, stderr=errors, **options) as process,
+    ):
+        watch = threading.Timer(300, process.kill)
+        watch.start()
+        for line in commands:
+            if callable(line):
+                line()
+                continue
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            status = next((said for said in process.stdout if said.startswith("status")), None)
+            if status is None:
+                break
+            statuses.append(int(status.split()[1]))
+        process.stdin.close()
+        process.wait()
+        watch.cancel()
+        errors.seek(0)
+        return statuses, [" ".join(said.split()) for said in errors.read().split("---")[:-1]]
