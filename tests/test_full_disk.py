@@ -29,7 +29,7 @@ def twin(tmp_path_factory):
     return folder
 
 
-def start(what, twin, out):
+def start(what, twin, home, out):
     if what == "train":
         config = TrainConfig("rmsnorm", str(twin / "text.jsonl"), vocabulary=300, device="cpu")
         start_training(config, small(steps=2), out, progress=False)
@@ -37,7 +37,7 @@ def start(what, twin, out):
         config = RunConfig((), str(twin / "text.jsonl"), 100, null=0, device="cpu", keep="none")
         start_checkpoints(twin / "run", config, out, progress=False)
     else:
-        config = RunConfig(("embedded-rmsnorm",), "sample", 100, null=0, device="cpu", keep="none")
+        config = RunConfig((str(home / "llama"),), str(home / "ids.npy"), 100, null=0, device="cpu", keep="none")
         start_run(config, out, progress=False)
 
 
@@ -46,13 +46,13 @@ RECORD = {"train": "train.json", "checkpoints": "run.json", "angles": "run.json"
 
 
 @pytest.mark.parametrize("what", ["angles", "checkpoints", "train"])
-def test_what_is_said_is_so(what, twin, tmp_path, full_disk):
+def test_what_is_said_is_so(what, twin, home, tmp_path, full_disk):
     said = []
     for n in range(1, 99):
         out = tmp_path / str(n)
         try:
             with full_disk(n), pytest.raises(RunError, match="is full") as raised:
-                start(what, twin, out)
+                start(what, twin, home, out)
         except (AssertionError, pytest.fail.Exception):
             break  # it was done before
         resumes = "resume" in str(raised.value)
@@ -62,7 +62,7 @@ def test_what_is_said_is_so(what, twin, tmp_path, full_disk):
         else:
             assert "nothing was left behind" in str(raised.value)
             assert not out.exists()
-            start(what, twin, out)
+            start(what, twin, home, out)
         assert json.loads((out / RECORD[what]).read_text())["status"] == "complete"
     assert n < 99
     assert set(said) == {True, False}
