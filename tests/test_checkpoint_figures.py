@@ -6,12 +6,24 @@ import numpy as np
 import pandas as pd
 import pytest
 import zoo
+from matplotlib.figure import Figure
 
 from normgeo import figures
 from normgeo.angles.runs import RunConfig
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoint_angles import find_checkpoints, measure_checkpoints, start_checkpoints
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Figures that are laid out once, and whose files, which no test here looks into, are empty."""
+
+    def laid_out(figure, to, format, **how):
+        if format == "png":
+            figure.draw_without_rendering()
+
+    monkeypatch.setattr(Figure, "savefig", laid_out)
 
 
 @pytest.fixture
@@ -24,7 +36,7 @@ def depths(tmp_path):
     return tmp_path, RunConfig((), str(tmp_path / "ids.npy"), null=2, device="cpu")
 
 
-def test_models_of_other_depths_are_drawn_beside_each_other(depths):
+def test_models_of_other_depths_are_drawn_beside_each_other(depths, unrendered):
     folder, config = depths
     frame = start_checkpoints(folder / "models", config, folder / "run", progress=False)
     assert pd.read_parquet(folder / "run/angles.parquet").equals(frame)
@@ -44,7 +56,7 @@ def test_models_of_other_depths_are_drawn_beside_each_other(depths):
     assert [[text.get_text() for text in axes.get_yticklabels()] for axes in maps] == [short, deep] * 2
 
 
-def test_models_without_a_common_layer_have_no_figure_of_one(depths):
+def test_models_without_a_common_layer_have_no_figure_of_one(depths, unrendered):
     folder, config = depths
     frame = measure_checkpoints(find_checkpoints(folder / "models"), config, progress=False)
     apart = frame[(frame.model == "b") == (frame.layer >= 2)]
