@@ -58,11 +58,15 @@ def test_layouts_hold_their_rows_with_little_room_left_over():
             assert steps.rows * steps.block >= 4 * 32 * steps.warps
 
 
-@pytest.mark.parametrize(("d", "multiprocessors"), [(2, 132), (100, 1), (768, 132), (1000, 1), (1500, 1), (2560, 132)])
-def test_rows_are_shared_out_to_few_processors_and_to_many(d, multiprocessors, monkeypatch):
+@pytest.mark.parametrize(
+    ("d", "multiprocessors", "n"),
+    [(2, 132, 210), (100, 1, 210), (768, 132, 45), (1000, 1, 45), (1500, 1, 45), (2560, 28, 45)],
+)
+def test_rows_are_shared_out_to_few_processors_and_to_many(d, multiprocessors, n, monkeypatch):
+    """A block of rows a program, or many, of which the last has fewer; the interpreter takes its time for each."""
     triton_norms = importlib.import_module("normgeo.kernels.triton_norms")
     monkeypatch.setattr(triton_norms, "multiprocessors", lambda device: multiprocessors)
-    x = drawn((3, 70, d), torch.float32)
+    x = drawn((3, n // 3, d), torch.float32)
     z = norm_ops.on_cuda().norm(x.requires_grad_(), None, None, 1e-6, 0.0, norm_ops.KINDS["rmsnorm"])
     z.sum().backward()
     truth = x.detach().double().requires_grad_()
@@ -101,8 +105,8 @@ def test_added_to_nothing_they_are_nothing(kind, shape):
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_added_to_in_place_they_are_the_sum_and_its_norm(name, over, stream, dtype):
-    for d in (5, 130, 768):
-        residual, x = drawn((2, 3, d), stream or dtype, 2), drawn((2, 3, d), dtype, 3)
+    for d, n in ((5, 3), (130, 3), (768, 1)):  # where a program has several rows, and where each has one of its own
+        residual, x = drawn((2, n, d), stream or dtype, 2), drawn((2, n, d), dtype, 3)
         weight, total = drawn(d, torch.float32, 4), residual + x
         ops, kind = norm_ops.on_cuda(), norm_ops.KINDS[name]
         expected = ops.norm(total, weight, None, 1e-6, 1.0, kind)
