@@ -18,7 +18,7 @@ from normgeo.norms import CRMSNorm
 from normgeo.tokens import TokenStream
 from normgeo.training import twins
 from normgeo.training.compressed import Reader, compressed, widened
-from normgeo.training.recipe import NORMS
+from normgeo.training.recipe import NORMS, recipe_for
 from normgeo.training.twins import PIECES, build_twin, evaluate, save_twin, train_tokenizer
 
 
@@ -167,10 +167,12 @@ def test_a_long_text_is_learnt_from_in_pieces_and_alike():
     assert train_tokenizer([text], 400).backend_tokenizer.to_str() == bpe._tokenizer.to_str()
 
 
-def test_the_forms_overlap_in_float32(tmp_path):
+def test_the_forms_overlap_in_float32(tmp_path, monkeypatch):
     from analyses import training_forms
     from normgeo import figures
 
+    few = {"layers": 2, "batch": 2, "context": 64}  # of as many steps, which is what errors would grow with
+    monkeypatch.setattr(training_forms, "recipe_for", lambda size, **options: recipe_for(size, **options | few))
     frame = training_forms.compute(n_tokens=2 * 2048)
     assert frame.groupby("form").step.max().tolist() == [2, 2, 2]
     assert frame.difference.max() < 1e-5
