@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from bucket import LOST, served
 from forked import Forked
-from stores import CONTEXT, N, captured, config, content, unfinished
+from stores import CONTEXT, captured, config, content, unfinished
 from test_ranks import by_ranks
 
 from normgeo import AngleTable, HiddenStateStore
@@ -70,7 +70,7 @@ def remote_content(url):
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_it_is_the_store_on_a_disk_file_by_file(home, server, tmp_path, scheme):
-    lines, setup = [], config(home, "llama", ("pre", "standardized", "post"), dtype="bfloat16")
+    lines, setup = [], config(home, "llama", ("pre", "standardized", "post"), n=300, dtype="bfloat16")
     url = f"{scheme}://bucket/{tmp_path.name}"
     start_capture(setup, url, announce=lines.append, progress=False)
     start_capture(setup, tmp_path / "s", progress=False)
@@ -185,7 +185,7 @@ else:
 
 def test_killed_processes_lose_nothing(home, url, tmp_path):
     """Killed at random moments, one of them for certain among its commits."""
-    np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 400)), CONTEXT)))
+    np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 200)), CONTEXT)))
     Forked(CODE, home, tmp_path / "whole").done()
     rng, storage = random.Random(0), storage_at(url)
     for kill in range(int(os.environ.get("ROUNDS", 2))):
@@ -210,7 +210,7 @@ def test_a_second_writer_is_refused(home, url):
     storage = storage_at(url)
     with storage.writing(), pytest.raises(StoreError, match=rf"another process writes {url}: process {os.getpid()} of"):
         captured(home, url)
-    captured(home, url)
+    captured(home, url, n=450)
     unfinished(url)
     for name in storage.names("commits")[3:]:
         storage.delete(f"commits/{name}")
@@ -221,7 +221,7 @@ def test_a_second_writer_is_refused(home, url):
     storage.delete("commits/00000005.json")
     assert remote_content(url) == before
     resume_capture(url, progress=False)
-    assert HiddenStateStore(url).n_tokens == N
+    assert HiddenStateStore(url).n_tokens == 450
 
 
 def test_of_a_folder_the_shallowest_file_is_there_last(url, monkeypatch):
@@ -261,7 +261,7 @@ def test_a_writer_that_lost_its_lock_removes_nothing_of_another(home, url, monke
     written = store_writer.write_commit
     monkeypatch.setattr("normgeo.store.writer.write_commit", hanging)
     with pytest.raises(StoreError, match="on fire"):
-        captured(home, url)
+        captured(home, url, n=250)
     assert "hidden.zarr/of-the-other" in files(url)
     assert "store.json" in files(url)
     theirs[-1].__exit__(None, None, None)
@@ -303,9 +303,9 @@ def test_an_answer_that_is_lost_is_no_other_writer(home, url, tmp_path, monkeypa
     monkeypatch.setattr("normgeo.store.objects.LEASE_SECONDS", 60.0)
     LOST.extend(["store/lock", "commits/00000002.json"])
     try:
-        captured(home, url)
+        captured(home, url, n=250)
         assert not LOST
-        assert remote_content(url) == content(captured(home, tmp_path / "s"))
+        assert remote_content(url) == content(captured(home, tmp_path / "s", n=250))
         storage = storage_at(url)
         with storage.writing():
             LOST.append("store/lock")
