@@ -220,25 +220,47 @@ def peak_memory():
     return measure
 
 
-@pytest.fixture
-def rendered():
-    """Figures as users get them, in the files of a test that is not of figures."""
-
-
 BY_STEP = ("heat_map", "one_layer", "all_layers", "curves")
 BLANK = {kind: io.BytesIO() for kind in ("png", "svg")}
 for _kind, _file in BLANK.items():
     Figure((1, 1)).savefig(_file, format=_kind, dpi=10)
 
 
-@pytest.fixture(autouse=True)
-def blank_figures(request, monkeypatch):
-    """Where no test looks at them: to draw and render them takes most of the time of a run this small."""
-    of_figures = {"figures", "report", "analyses", "docs"} & {*request.path.stem.split("_")}
-    if not of_figures and "rendered" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", lambda _, to, format, **how: to.write(BLANK[format].getvalue()))
-        for drawn in ("angles.measure.AngleTable.plot", *(f"training.figures.{name}" for name in BY_STEP)):
-            monkeypatch.setattr(f"normgeo.{drawn}", lambda *_, **__: Figure((1, 1)))
+def _blanked(patch):
+    patch.setattr(Figure, "savefig", lambda _, to, format, **how: to.write(BLANK[format].getvalue()))
+    for drawn in ("angles.measure.AngleTable.plot", *(f"training.figures.{name}" for name in BY_STEP)):
+        patch.setattr(f"normgeo.{drawn}", lambda *_, **__: Figure((1, 1)))
+
+
+def _coarse(patch):
+    real = Figure.savefig
+    patch.setattr(Figure, "savefig", lambda self, to, dpi=None, **how: real(self, to, dpi=dpi and 80, **how))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blank_figures(request):
+    """Where no test looks at them: to draw and render them takes most of the time of a run this small.
+
+    Of a whole module, whose own fixtures run before those of its tests. Where they are not what is tested, but are
+    there, they have fewer pixels.
+    """
+    about = {*request.path.stem.split("_")}
+    with pytest.MonkeyPatch.context() as patch:
+        if not {"figures", "report", "analyses", "docs"} & about:
+            _blanked(patch)
+        elif "figures" not in about:
+            _coarse(patch)
+        if "analyses" in about:  # which do not look at the figures of a run
+            patch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
+        yield patch
+
+
+@pytest.fixture
+def rendered(blank_figures):
+    """Figures as users get them, in the files of a test that is not of figures."""
+    blank_figures.undo()
+    yield
+    _blanked(blank_figures)
 
 
 @pytest.fixture
