@@ -1,6 +1,7 @@
 """Analyses of models and trainings of one's own: from a terminal, and given themselves."""
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -111,11 +112,17 @@ def test_an_interrupted_analysis_is_one_word(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    start_run(RunConfig(("embedded-layernorm",), tokens=2000, context=128, null=4, keep="scalars"), out, progress=False)
+    return out
+
+
 @pytest.mark.parametrize("damage", ["gone", "cut", "token"])
-def test_scalars_that_are_not_whole_are_no_numbers(damage, tmp_path):
+def test_scalars_that_are_not_whole_are_no_numbers(damage, whole, tmp_path):
     """A chunk that is not there would be read as NaN, or as token ids of zero, without a word."""
-    run = tmp_path / "run"
-    start_run(RunConfig(("embedded-layernorm",), tokens=2000, context=128, null=4, keep="scalars"), run, progress=False)
+    run = shutil.copytree(whole, tmp_path / "run")
     chunks = sorted((run / "scalars.zarr/embedded-layernorm").rglob("*ln_1/post/c/0/0"))
     if damage == "token":
         chunks = sorted((run / "scalars.zarr/embedded-layernorm/tokens").rglob("position/c/0"))
