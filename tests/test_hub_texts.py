@@ -10,11 +10,11 @@ import hub
 import huggingface_hub
 import pandas as pd
 import pytest
+import zoo
 from training_zoo import small
 
 from normgeo.angles.job import prepare
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.cards import EMBEDDED
 from normgeo.documents import located, read_documents
 from normgeo.errors import DataError, RunError
 from normgeo.hub import HubText
@@ -37,6 +37,18 @@ configs:
 """
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two tiny models with a tokenizer: of which, where texts are what is tested, does not matter."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), load_tokenizer("embedded-layernorm")
+    for seed, name in enumerate(("one", "other")):
+        model = zoo.tiny("gpt_neox", seed)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        for part in (model, tokenizer):
+            part.save_pretrained(folder / name)
+    return str(folder / "one"), str(folder / "other")
+
+
 @pytest.fixture
 def repository(tmp_path):
     """A data set with two configurations, of which one has a split `test` whose text is in another column."""
@@ -51,7 +63,7 @@ def repository(tmp_path):
     return tmp_path / "repository"
 
 
-def test_text_of_any_data_set_on_the_hub(repository, tmp_path):
+def test_text_of_any_data_set_on_the_hub(models, repository, tmp_path):
     """The same numbers as from its texts in a file, and its commit in the record; what it lacks is one line."""
     wanted = {
         "org/texts@small": TEXTS[:8], "org/texts@small@test:body": TEXTS[8:10], "org/texts@other": TEXTS[10:],
@@ -70,11 +82,11 @@ def test_text_of_any_data_set_on_the_hub(repository, tmp_path):
     with hub.served({"datasets/org/texts": {"main": repository}}, tmp_path / "home") as environment:
         statuses, said = hub.asked(
             environment, tmp_path,
-            *(f"angles embedded-layernorm --data {data} {few} --out hub{i}" for i, data in enumerate(wanted)),
-            *(f"angles embedded-layernorm --data {i}.jsonl {few} --out file{i}" for i in range(len(wanted))),
+            *(f"angles {models[0]} --data {data} {few} --out hub{i}" for i, data in enumerate(wanted)),
+            *(f"angles {models[0]} --data {i}.jsonl {few} --out file{i}" for i in range(len(wanted))),
             f"train --data org/texts@small {train} --out twins",
-            "convert embedded-layernorm converted --data org/texts@small --tokens 150 --context 64",
-            *(f"angles embedded-layernorm --data {data} {few} --out wrong" for data in wrong),
+            f"convert {models[0]} converted --data org/texts@small --tokens 150 --context 64",
+            *(f"angles {models[0]} --data {data} {few} --out wrong" for data in wrong),
         )  # fmt: skip
     assert statuses == [0] * 8 + [1] * 4, "\n".join(said)
     for error, (data, why) in zip(said[8:], wrong.items(), strict=True):
@@ -121,8 +133,8 @@ class Moving:
 
 
 @pytest.mark.parametrize("after", [5, 9])
-def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, tmp_path, monkeypatch, no_figures):
-    config = RunConfig(("embedded-layernorm",), "org/texts", 3000, context=64, null=4, batch=2)
+def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, models, tmp_path, monkeypatch, no_figures):
+    config = RunConfig(models[:1], "org/texts", 3000, context=64, null=4, batch=2)
     whole = Moving(monkeypatch, 0)
     start_run(config, tmp_path / "whole", progress=False)
     monkeypatch.setattr("normgeo.angles.job.BLOCK_TOKENS", 256)
@@ -136,9 +148,9 @@ def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, tmp_path, m
 
 
 @pytest.mark.parametrize("after", [0, 7])
-def test_all_models_of_a_run_are_given_one_commit(after, tmp_path, monkeypatch, no_figures):
+def test_all_models_of_a_run_are_given_one_commit(after, models, tmp_path, monkeypatch, no_figures):
     """The second too, where the run is interrupted before it."""
-    config = RunConfig(tuple(EMBEDDED), "org/texts", 600, context=64, null=4, batch=2)
+    config = RunConfig(models, "org/texts", 600, context=64, null=4, batch=2)
     moving = Moving(monkeypatch, after)
     if after:
         with pytest.raises((DataError, RunError), match="no route to host"):
