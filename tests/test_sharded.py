@@ -10,7 +10,7 @@ import transformers as hf
 import zoo
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
-from zoo import tiny
+from zoo import DEPTH, converted, tiny
 
 from normgeo import architectures, convert, load_model, shrinking
 from normgeo.cli.main import app
@@ -26,12 +26,6 @@ from normgeo.examples import example_inputs
 
 EMBEDDINGS = "transformer.wte.weight"
 AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSpeechSeq2Seq")
-DEPTH = {
-    "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
-    "gpt_neox": {"num_hidden_layers": 5}, "vit": {"num_hidden_layers": 5}, "olmo": {"num_hidden_layers": 5},
-    "whisper": {"encoder_layers": 4, "decoder_layers": 5}, "bert": {"num_hidden_layers": 5},
-    "gpt_neo": {"num_layers": 6, "attention_types": [[["global", "local"], 3]]},
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def deep(monkeypatch):
 
 @pytest.mark.parametrize("name", DEPTH)
 def test_three_layers_tell_the_gauge_of_all(name):
-    model = tiny(name, **DEPTH[name])
+    model, whole = converted(name)
     deep, shallow = find_gauge(model), shallow_gauge(type(model), model.config)
     assert set(shallow.writers) == set(deep.writers)
     assert set(shallow.readers) == set(deep.readers)
@@ -53,17 +47,16 @@ def test_three_layers_tell_the_gauge_of_all(name):
     assert shallow.sites == deep.sites
     given = convert(model, gauge=shallow)
     assert given.certificate.passed
-    assert given.recipe == convert(model).recipe
+    assert given.recipe == whole.recipe
 
 
 @pytest.mark.parametrize("name", DEPTH)
 def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
-    model = tiny(name, **DEPTH[name])
+    model, whole = converted(name)
     model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
     conversion = convert_sharded(tmp_path / "in", tmp_path / "out")
     assert conversion.certificate.passed
-    whole = convert(model)
     loaded, expected = load_model(tmp_path / "out"), whole.model
     about = json.loads((tmp_path / "out" / "conversion.json").read_text())
     told = json.loads(json.dumps(describe(whole) | {"layers_certified": 3, "certificate": about["certificate"]}))

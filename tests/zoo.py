@@ -1,5 +1,7 @@
 """Tiny random Hugging Face models, built from configs, with every gain and bias perturbed unless asked otherwise."""
 
+import functools
+
 import torch
 import transformers as hf
 
@@ -59,6 +61,14 @@ def perturb(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+DEPTH = {
+    "gpt2": {"n_layer": 5}, "bloom": {"n_layer": 5}, "opt": {"num_hidden_layers": 5}, "gptj": {"n_layer": 5},
+    "gpt_neox": {"num_hidden_layers": 5}, "vit": {"num_hidden_layers": 5}, "olmo": {"num_hidden_layers": 5},
+    "whisper": {"encoder_layers": 4, "decoder_layers": 5}, "bert": {"num_hidden_layers": 5},
+    "gpt_neo": {"num_layers": 6, "attention_types": [[["global", "local"], 3]]},
+}  # fmt: skip
+
+
 def fresh(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
     """A tiny model of an architecture as it is before training, in evaluation mode."""
     cls, config, shape = CONFIGS[name]
@@ -69,6 +79,15 @@ def fresh(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
 def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
     """A tiny random model of an architecture, in evaluation mode."""
     return perturb(fresh(name, seed, **changes), seed)
+
+
+@functools.cache
+def converted(name: str):
+    """A tiny model of several layers, and its conversion in memory, for tests that leave both as they are."""
+    from normgeo import convert  # not above, as for what follows
+
+    model = tiny(name, **DEPTH[name])
+    return model, convert(model)
 
 
 def fingerprint(model):
