@@ -1,6 +1,7 @@
 """CRMSNorm and folding: equal outputs in fewer numbers, and back."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ def converted(name, **options):
     return model, convert(model, **options)
 
 
+@functools.cache
+def compressed(name, padded):
+    """A model and its conversion, which tests leave as they are."""
+    return converted(name, to="crmsnorm", padded=padded)
+
+
 def test_how_many_numbers_a_conversion_has_is_said():
     """A tied head comes loose; what is compressed is smaller than the model with a head of its own."""
     model = tiny("gpt2")
@@ -44,7 +51,7 @@ def test_how_many_numbers_a_conversion_has_is_said():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", PRE_LN)
 def test_crmsnorm_gives_equal_outputs(name, padded):
-    model, conversion = converted(name, to="crmsnorm", padded=padded)
+    model, conversion = compressed(name, padded)
     assert worst_error(model, conversion.model, example_inputs(model, 9, seed=3)) < rounding(name)
     norms = [m for m in conversion.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
     assert norms
@@ -148,7 +155,7 @@ def test_a_forward_that_relies_on_the_width_is_refused_and_pads():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [*PRE_LN, "bert"])
 def test_decompress_turns_it_back(name, padded):
-    model, conversion = converted(name, to="crmsnorm", padded=padded)
+    model, conversion = compressed(name, padded)
     back = decompress(conversion.model)
     assert worst_error(model, back.model, example_inputs(model, 9, seed=3)) < rounding(name)
     norms = [m for m in back.model.modules() if isinstance(m, (RMSNorm, CRMSNorm))]
