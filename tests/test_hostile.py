@@ -22,6 +22,7 @@ from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError
 from normgeo.store.capture import resume_capture
 from normgeo.store.layout import read_record, write_record
 from normgeo.store.storage import Disk
+from normgeo.system.folders import whole_directory
 from normgeo.system.progress import printer
 
 
@@ -156,6 +157,8 @@ def test_a_name_that_python_cannot_pass_on_is_refused_before_the_work(tmp_path):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "Python takes file names to be ascii here" in done.stderr
     assert "set PYTHONUTF8=1, or give another directory" in done.stderr
+    with pytest.raises(RunError, match="Python takes file names to be"), whole_directory(tmp_path / "out-\udce9"):
+        pass
     assert not list(tmp_path.iterdir())
 
 

@@ -50,6 +50,9 @@ def convert(
     trust_remote_code: Trusting = False,
 ) -> None:
     """Convert a Pre-LN model to an equal Pre-RMSNorm or Pre-CRMSNorm one, certify it and save it."""
+    from normgeo.system.files import check_name
+
+    check_name(out)  # at once: what follows takes seconds to load
     from normgeo.conversion.certify import listed
     from normgeo.conversion.runs import convert_checkpoint
 
