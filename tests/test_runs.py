@@ -21,6 +21,7 @@ from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import ActivationError, DataError, ModelError, RunError
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
+SHORT = SMALL | {"tokens": 4000}  # three blocks and the better part of another
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "BLOCK_TOKENS", 1024)
         patch.setattr(runs, "_draw", lambda table, folder: None)
-        start_run(RunConfig(**SMALL), folder, progress=False)
+        start_run(RunConfig(**SHORT), folder, progress=False)
     return folder
 
 
@@ -125,7 +126,7 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, no
 
     monkeypatch.setattr(runs, "stream", dying)
     with pytest.raises(KeyboardInterrupt):
-        start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
+        start_run(RunConfig(**SHORT), tmp_path / "cut", progress=False)
     monkeypatch.setattr(runs, "stream", real)
     resume_run(tmp_path / "cut", progress=False)
     assert_same(outcome(whole), outcome(tmp_path / "cut"))
@@ -155,7 +156,7 @@ def test_killed_processes_lose_nothing(tmp_path, no_figures):
 
 def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, no_figures, whole):
     with full_disk(4), pytest.raises(RunError, match=r"disk .* is full.*--resume"):
-        start_run(RunConfig(**SMALL), tmp_path / "cut", progress=False)
+        start_run(RunConfig(**SHORT), tmp_path / "cut", progress=False)
     assert not list((tmp_path / "cut").rglob("*.partial"))
     resume_run(tmp_path / "cut", progress=False)
     assert_same(outcome(whole), outcome(tmp_path / "cut"))
@@ -165,17 +166,17 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatc
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(RunError, match="the scalars need"):
-        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
+        start_run(RunConfig(**SHORT), tmp_path / "run", progress=False)
 
 
 def test_directories_of_others_are_refused(tmp_path, no_figures):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     with pytest.raises(RunError, match="is no run"):
-        start_run(RunConfig(**SMALL), tmp_path / "mine", progress=False)
+        start_run(RunConfig(**SHORT), tmp_path / "mine", progress=False)
     start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
     with pytest.raises(RunError, match="already holds a run"):
-        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
+        start_run(RunConfig(**SHORT), tmp_path / "run", progress=False)
     with pytest.raises(RunError, match="is complete"):
         resume_run(tmp_path / "run")
     with pytest.raises(RunError, match="nothing to resume"):
@@ -205,7 +206,7 @@ def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_not
 
     monkeypatch.setattr(runs, "write_whole", dying)
     with pytest.raises(KeyboardInterrupt):
-        start_run(RunConfig(**SMALL), tmp_path / "run", progress=False, announce=said.append)
+        start_run(RunConfig(**SHORT), tmp_path / "run", progress=False, announce=said.append)
     monkeypatch.setattr(runs, "write_whole", real)
     resume_run(tmp_path / "run", progress=False, announce=said.append)
     assert "of which" not in said[0]
