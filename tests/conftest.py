@@ -264,6 +264,17 @@ def rendered(blank_figures):
 
 
 @pytest.fixture
+def unrendered(monkeypatch):
+    """Figures that are laid out once, and whose files, which the test does not look into, are empty."""
+
+    def laid_out(figure, to, format, **how):
+        if format == "png":
+            figure.draw_without_rendering()
+
+    monkeypatch.setattr(Figure, "savefig", laid_out)
+
+
+@pytest.fixture
 def no_figures(monkeypatch):
     """Drawing takes most of the time of a run this small."""
     monkeypatch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)

@@ -70,7 +70,7 @@ def test_analysis_of_a_run_saves_table_and_figure(name, run, tmp_path, capsys, m
         assert (tmp_path / f"{name}.{suffix}").stat().st_size > 5000
 
 
-def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, monkeypatch):
+def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, monkeypatch, unrendered):
     table = AngleTable.load(run)
     for name, frame in table.frame.groupby("model"):
         AngleTable(frame, table.sinks[table.sinks.model == name]).save(tmp_path / str(name))
@@ -86,7 +86,7 @@ def test_runs_of_several_models_are_drawn_side_by_side(run, tmp_path, capsys, mo
     assert f"{parts[1]} is given twice" in err
 
 
-def test_runs_of_one_model_are_told_apart_by_their_directories(run, tmp_path, capsys, monkeypatch):
+def test_runs_of_one_model_are_told_apart_by_their_directories(run, tmp_path, capsys, monkeypatch, unrendered):
     """On other data, or other tokens; of the same name in other directories by their paths."""
     table, model = AngleTable.load(run), "embedded-layernorm"
     for more, name in enumerate(("short", "long", "other/long")):
@@ -104,7 +104,7 @@ def test_runs_of_one_model_are_told_apart_by_their_directories(run, tmp_path, ca
             pd.testing.assert_frame_equal(part.reset_index(drop=True), module(name).compute(tmp_path / run))
 
 
-def test_runs_of_any_name_are_drawn_and_one_without_scalars_is_named(run, tmp_path, capsys, monkeypatch):
+def test_runs_of_any_name_are_drawn_and_one_without_scalars_is_named(run, tmp_path, capsys, monkeypatch, unrendered):
     table, model = AngleTable.load(run), "embedded-layernorm"
     frame, sinks = (part[part.model == model] for part in (table.frame, table.sinks))
     names = ["a$\\frac$", "b $5 and $6", "é" * 120, "plain"]

@@ -6,24 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import zoo
-from matplotlib.figure import Figure
 
 from normgeo import figures
 from normgeo.angles.runs import RunConfig
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoint_angles import find_checkpoints, measure_checkpoints, start_checkpoints
-
-
-@pytest.fixture
-def unrendered(monkeypatch):
-    """Figures that are laid out once, and whose files, which no test here looks into, are empty."""
-
-    def laid_out(figure, to, format, **how):
-        if format == "png":
-            figure.draw_without_rendering()
-
-    monkeypatch.setattr(Figure, "savefig", laid_out)
 
 
 @pytest.fixture
