@@ -15,7 +15,7 @@ from normgeo.conversion.runs import convert_checkpoint
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs, max_context, several_inputs
 from normgeo.loading import explained
-from normgeo.models import base_model, default_dtype, tokenizer_digest, uncompiled, weights_digest
+from normgeo.models import base_model, copied, default_dtype, tokenizer_digest, uncompiled, weights_digest
 from normgeo.tokens import SAMPLE, TokenStream
 from normgeo.training.train import evaluate
 
@@ -271,3 +271,16 @@ def test_a_configuration_of_another_width_is_one_line(tmp_path, wrong, why):
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
     with pytest.raises(ModelError, match=f"cannot load the model '{tmp_path}': {why}$"):
         load_model(tmp_path)
+
+
+def test_a_copy_has_the_hooks_that_there_were_and_any_more_for_itself():
+    model = tiny("gpt2")
+    model.transformer.ln_f.register_forward_hook(lambda *_: None)
+    copy = copied(model)
+    for name, module in model.named_modules():
+        other, hooks = copy.get_submodule(name), int(name == "transformer.ln_f")
+        assert len(module._forward_hooks) == len(other._forward_hooks) == hooks
+        other.register_forward_hook(lambda *_: None)
+        other._non_persistent_buffers_set.add("other")
+        assert len(module._forward_hooks) == hooks
+        assert "other" not in module._non_persistent_buffers_set
