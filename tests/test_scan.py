@@ -65,12 +65,16 @@ def assert_the_captures_own(path, table, state):
 
 def test_a_record_is_of_the_table_and_not_of_the_capture(home, tmp_path, monkeypatch):
     path = captured(home, tmp_path / "s")
-    monkeypatch.setattr("sys.argv", ["/bin/normgeo", "angles", "--store", "s"])
+    monkeypatch.setattr("sys.argv", ["/bin/normgeo", "angles", "--store", "my s"])
     table, where = scan.run_from_store(path, tmp_path / "run", null=3, seed=77, sites="final", progress=False)
     record, store = json.loads((where / "run.json").read_text()), HiddenStateStore(path)
     (about,) = record["models"].values()
     assert (record["config"]["null"], record["config"]["seed"], record["config"]["sites"]) == (3, 77, "final")
-    assert (record["status"], record["command"], record["store"]) == ("complete", "normgeo angles --store s", str(path))
+    assert (record["status"], record["command"], record["store"]) == (
+        "complete",
+        "normgeo angles --store 'my s'",
+        str(path),
+    )
     assert [site["name"] for site in about["sites"]] == list(table.frame.site.unique())
     assert about["n_tokens"] == store.n_tokens == table.frame.n_tokens.max()
     assert record["capture"] == store.provenance

@@ -12,7 +12,6 @@ import datetime
 import hashlib
 import json
 import platform
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -38,7 +37,7 @@ from normgeo.stream import stream
 from normgeo.system.files import check_folder, disk_explained, is_full, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
-from normgeo.system.versions import versions
+from normgeo.system.versions import command_line, versions
 
 __all__ = [
     "RunConfig", "new_record", "now", "resume_run", "run_name", "safe_name", "start_run", "write_results",
@@ -226,7 +225,7 @@ def new_record(config: RunConfig) -> dict[str, Any]:
     return {
         "status": "running",
         "started": now(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "versions": {"python": platform.python_version()} | packages,
         "config": asdict(config),
         "models": {},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from normgeo.models import tokenizer_digest
 from normgeo.numbers import check_number
 from normgeo.system.files import check_folder, disk_explained, status_in, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
-from normgeo.system.versions import versions
+from normgeo.system.versions import command_line, versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
 from normgeo.training.accelerators import by_first, check_agreed, processes, start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
@@ -174,7 +173,7 @@ def _record(config: TrainConfig, recipe: Recipe, out: Path, given: _Given) -> di
     """What is trained, on what, how: train.json."""
     return {
         "config": asdict(config.absolute()), "recipe": asdict(recipe), **given.about(), "status": "running",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "versions": versions("normgeo", "torch", "transformers", "accelerate", "datasets"),
         "tokenizer_sha256": _tokenizer_digest(out), "data_revision": given.revision,
     }  # fmt: skip
