@@ -1,6 +1,7 @@
 """A disk and an object store keep the same promises; object stores that cannot be used say why, and soon."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import json
@@ -226,24 +227,25 @@ def test_a_dead_writer_is_known_on_its_machine_only(environment):
 
 def test_a_silent_writer_loses_the_lock_and_writes_no_more(environment, monkeypatch):
     monkeypatch.setattr(objects, "LEASE_SECONDS", 0.4)
-    first = storage_at("s3://bucket/silent")
+    first, other = storage_at("s3://bucket/silent"), storage_at("s3://bucket/silent")
+    now, later = other._now, datetime.timedelta(hours=1)
     with first.writing():
         until = time.monotonic() + 30
         while json.loads(first.read("lock"))["renewed"] < 2:
             assert time.monotonic() < until
             time.sleep(0.05)
         first.put("a", b"")
-        monkeypatch.setattr(objects, "LEASE_SECONDS", 60)
+        monkeypatch.setattr(other, "_now", lambda: now() - later)
         with pytest.raises(StoreError, match="another process writes"):
-            storage_at("s3://bucket/silent").writing().__enter__()
-        monkeypatch.setattr(objects, "LEASE_SECONDS", -1.0)  # to the second, it is long silent
+            other.writing().__enter__()
+        monkeypatch.setattr(other, "_now", lambda: now() + later)  # to the other, it is long silent
         with contextlib.ExitStack() as stack:
-            while True:  # the first renews as fast as it can: when it does in between, one has to try again
+            while True:  # when the first renews in between, one has to try again
                 assert time.monotonic() < until
                 with contextlib.suppress(StoreError):
-                    stack.enter_context(storage_at("s3://bucket/silent").writing())
+                    stack.enter_context(other.writing())
                     break
-            assert first._lost.wait(60)  # 15 s if it was about to renew a lease of 60 s
+            assert first._lost.wait(60)
             for write in (first.put, first.create):
                 with pytest.raises(StoreError, match="another process has taken over"):
                     write("b", b"")
