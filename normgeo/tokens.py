@@ -89,7 +89,7 @@ class TokenStream:
         """What records say of it, from which the same tokens can be had again."""
         return {
             "data": self.source, "data_sha256": self.digest, "data_revision": self.revision, "packing": self.packing,
-            "context": self.context,
+            "context": self.context, "row": self.row,
         }  # fmt: skip
 
     @classmethod
@@ -154,8 +154,11 @@ class TokenStream:
 
     def batch_start(self, token: int, rows: int) -> int:
         """Where a batch of up to `rows` contexts begins that has this token, or some batch before it."""
-        even = self.row is None or self.row % self.context == 0  # else contexts are of several lengths
-        return token - token % (rows * self.context) if even else 0
+        return token - token % self.period(rows)
+
+    def period(self, rows: int) -> int:
+        """At every multiple of so many tokens a batch of up to `rows` contexts begins."""
+        return self.row if self.row and self.row % self.context else rows * self.context
 
     def lengths(self, limit: int | None) -> set[int]:
         """How long the contexts of the first `limit` tokens are, as far as that is known before they are read.
@@ -178,8 +181,9 @@ class TokenStream:
         """
         if rows < 1 or (limit is not None and limit < 1):
             raise DataError(f"at least one token and one context at once are needed, received {limit} and {rows}")
-        done = start
-        for _, alike in itertools.groupby(self._between(start, limit), key=lambda context: len(context[0])):
+        done, uneven = start, self.row and self.row % self.context  # then none has contexts of two rows
+        key = lambda context: (len(context[0]), uneven and context[1][0])  # noqa: E731
+        for _, alike in itertools.groupby(self._between(start, limit), key):
             while chunk := list(itertools.islice(alike, rows)):
                 batch = TokenBatch(np.stack([i for i, _ in chunk]), np.stack([d for _, d in chunk]), done)
                 yield batch

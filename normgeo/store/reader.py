@@ -380,9 +380,8 @@ class HiddenStateStore:
     def stream(self) -> TokenStream:
         """The committed tokens, in the contexts that the model saw."""
         about = self.provenance["identity"]["about"]
-        return TokenStream(
-            self._contexts, about["context"], str(self.storage), about["data_sha256"], about["packing"], self.n_tokens
-        )
+        known = str(self.storage), about["data_sha256"], about["packing"], self.n_tokens
+        return TokenStream(self._contexts, about["context"], *known, row=about.get("row"))
 
     def _contexts(self, start: int = 0) -> Iterator[Context]:
         readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
