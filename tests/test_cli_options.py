@@ -17,6 +17,7 @@ from normgeo.hub import FORM
 from normgeo.store import capture as capturing
 from normgeo.store import scan
 from normgeo.store.capture import CaptureConfig
+from normgeo.system.ranks import Ranks
 from normgeo.training import checkpoint_angles
 from normgeo.training import runs as training_runs
 from normgeo.training.recipe import recipe_for
@@ -57,7 +58,7 @@ def test_angles(called):
     options = ANGLES | {"keep": "none", "device": "auto", "device_map": "auto"}
     config = RunConfig(("m",), qk=True, trust_remote_code=True, **options)
     given = called(runs, "start_run", "angles", "m", *words(options, "--qk", "--trust-remote-code", "--out", "here"))
-    assert given == ((config, Path("here")), {})
+    assert given == ((config, Path("here")), {"ranks": Ranks()})
     config = RunConfig((), qk=True, trust_remote_code=True, **ANGLES)
     of = words(ANGLES, "--checkpoints", "x", "--qk", "--trust-remote-code", "--out", "here")
     assert called(checkpoint_angles, "start_checkpoints", "angles", *of) == (("x", config, Path("here")), {})

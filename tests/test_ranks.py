@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import pandas as pd
 import pytest
 from forked import NORMGEO, Forked
 from stores import CONTEXT, captured, config, content, unfinished
+from together import by_ranks
 from torch.distributed import HashStore
 
 from normgeo import AngleTable, HiddenStateStore, packing, tokens
@@ -35,22 +35,6 @@ from normgeo.system.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).parent.parent
-
-
-def by_ranks(size, do):
-    """What `do(ranks=...)` gives in each of several ranks. They are threads, except that models are loaded in turn."""
-    meeting, loading, loaded, load_model = HashStore(), threading.Lock(), threading.Barrier(size), job.load_model
-
-    def load(*args, **options):
-        with loading:  # transformers changes what is global meanwhile
-            model = load_model(*args, **options)
-        loaded.wait(200)
-        return model
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
-        patch.setattr(job, "load_model", load)
-        futures = [pool.submit(do, ranks=Ranks(rank, size, rank, meeting)) for rank in range(size)]
-        return [future.exception() or future.result() for future in futures]
 
 
 @pytest.mark.parametrize(

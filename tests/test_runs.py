@@ -16,7 +16,7 @@ from forked import Forked
 from zoo import tiny
 
 from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
-from normgeo.angles import job, runs
+from normgeo.angles import job, runs, state
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import ActivationError, DataError, ModelError, RunError
 
@@ -197,17 +197,17 @@ def test_models_of_one_name_are_refused_before_they_are_measured(tmp_path):
 def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_nothing(
     tmp_path, monkeypatch, no_figures, whole
 ):
-    real, said = runs.write_whole, []
+    real, said = state.write_whole, []
 
     def dying(path, content):
         real(path, content)
         if path.suffix == ".safetensors":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "write_whole", dying)
+    monkeypatch.setattr(state, "write_whole", dying)
     with pytest.raises(KeyboardInterrupt):
         start_run(RunConfig(**SHORT), tmp_path / "run", progress=False, announce=said.append)
-    monkeypatch.setattr(runs, "write_whole", real)
+    monkeypatch.setattr(state, "write_whole", real)
     resume_run(tmp_path / "run", progress=False, announce=said.append)
     assert "of which" not in said[0]
     assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0 bytes of disk", said[1])

@@ -101,9 +101,9 @@ class RunConfig:
         """Whether a run of so many tokens keeps theirs."""
         return self.keep == "scalars" or (self.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
 
-    def block(self, n_tokens: int, context: int) -> int:
-        """How many of so many tokens are committed at once: whole batches."""
-        at_once = self.batch * context
+    def block(self, n_tokens: int, context: int, period: int | None = None) -> int:
+        """How many of so many tokens are committed at once: whole batches, or whole periods of those that are short."""
+        at_once = period if period is not None and period <= BLOCK_TOKENS else self.batch * context
         return min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
 
     def absolute(self) -> RunConfig:
@@ -128,6 +128,7 @@ class Job:
         bos: the id that begins a document, if any: those vectors are counted apart.
         keep: keep per-token scalars.
         block: tokens between two commits.
+        divisible: batches begin where blocks do, so that several processes may divide the blocks.
         about: what a run records, and compares when it is resumed.
     """
 
@@ -139,6 +140,7 @@ class Job:
     bos: int | None
     keep: bool
     block: int
+    divisible: bool
     about: dict[str, Any]
 
 
@@ -200,8 +202,9 @@ def prepare(
         "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
         "sites": [asdict(site) for site in sites],
     }
-    block = config.block(n_tokens, tokens.context)
-    return Job(label_of(name), model, tokens, sites, n_tokens, bos, config.keeps_scalars(n_tokens), block, about)
+    block = config.block(n_tokens, tokens.context, period := tokens.period(config.batch))
+    keep, divisible = config.keeps_scalars(n_tokens), block == n_tokens or block % period == 0
+    return Job(label_of(name), model, tokens, sites, n_tokens, bos, keep, block, divisible, about)
 
 
 def revision_in(abouts: Iterable[dict[str, Any]]) -> str | None:

@@ -1,26 +1,26 @@
 """Runs: a directory that an analysis writes, that a kill cannot damage, and that `resume` finishes.
 
-run.json            what was run on what: configuration, models and data by hash, versions, command line
-state/<model>.safetensors   the statistics so far and their checksum, renamed into place after every block of tokens
-scalars.zarr/<model>        per-token scalars, where kept
+run.json                what was run on what: configuration, models and data by hash, versions, command line
+state/                  the statistics so far and their checksums, renamed into place after every block of tokens
+scalars.zarr/<model>    per-token scalars, where kept
 angles.parquet, sinks.parquet, verdict.md, figures/, report.html   written when every model is done
+
+Several processes divide the blocks of each model's tokens. Batches are the same whoever computes them, and sums of
+statistics are exact, so that the numbers are the same to the last bit for any number of processes and interruptions.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
+import itertools
 import json
 import platform
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import safetensors
-import safetensors.torch
-from torch import Tensor
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
@@ -28,16 +28,19 @@ from normgeo.angles.job import Job, RunConfig, check_same, prepare, revision_in
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
+from normgeo.angles.state import Span, State, joined, missing
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import check_there, label_of
 from normgeo.models import on_cpu
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, disk_explained, is_full, unreadable, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, is_full, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
+from normgeo.system.ranks import Ranks
 from normgeo.system.versions import command_line, versions
+from normgeo.tokens import TokenBatch
 
 __all__ = [
     "RunConfig", "new_record", "now", "resume_run", "run_name", "safe_name", "start_run", "write_results",
@@ -51,22 +54,57 @@ def run_name(models: tuple[str, ...]) -> str:
     return Path(*models[:1]).resolve().name + (f"-and-{len(models) - 1}-more" if len(models) > 1 else "")
 
 
-def start_run(config: RunConfig, out: str | Path, **options: Any) -> AngleTable:
-    """Start a run in an empty directory; see `_execute` for the options.
+def start_run(
+    config: RunConfig, out: str | Path, *, ranks: Ranks | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+) -> AngleTable | None:  # fmt: skip
+    """Start a run in an empty directory, by as many processes as there are: each measures its share of the tokens.
+
+    Args:
+        config: what to run.
+        out: where: a directory on a file system that all the processes share.
+        ranks: this process among them; those that `torchrun` started, unless said.
+        announce: gets one line before each model, in the first process: what will be measured, and what it will cost.
+        progress: show a bar, of the first process's share.
+
+    Returns:
+        The table, in the first process.
 
     Raises:
         RunError: the directory holds something else, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
     """
-    out = Path(out)
-    check_folder(out)
-    _check_labels(config)
-    for name in config.models[1:]:  # else it would be said after all before it were measured, which nothing finishes
-        check_there(name, config.revision, config.trust_remote_code)
-    with alone(out):
+    out, config, ranks = Path(out), config.absolute(), ranks or Ranks.from_environment()
+
+    def begin(held: ExitStack) -> dict[str, Any]:
+        check_folder(out)
+        _check_labels(config)
+        for name in config.models[1:]:  # else it is said after all before it were measured, and nothing finishes them
+            check_there(name, config.revision, config.trust_remote_code)
+        held.enter_context(alone(out))
         _check_free(out)
-        with nothing_left(out, lambda _: any(out.glob("state/*.safetensors"))):
-            return _execute(config.absolute(), out, {"status": "new", "models": {}}, **options)
+        if ranks.size == 1:  # others may be writing
+            held.enter_context(nothing_left(out, lambda _: any(out.glob("state/*.safetensors"))))
+        return {"status": "new", "models": {}, "config": asdict(config)}
+
+    def given(record: dict[str, Any]) -> RunConfig:
+        first = RunConfig.recorded(record["config"], out)
+        check_same({"config": asdict(first)}, {"config": asdict(config)}, out, ("config",))
+        return config
+
+    return _run(out, ranks, begin, given, announce, progress)
+
+
+def _run(
+    out: Path, ranks: Ranks, begin: Callable[[ExitStack], dict[str, Any]], given: Callable[[dict[str, Any]], RunConfig],
+    announce: Callable[[str], None], progress: bool,
+) -> AngleTable | None:  # fmt: skip
+    """What the first process has begun, done by all; while they are at it no others write there."""
+    with ranks.heard(), ExitStack() as held, ranks.told_to_end():
+        record = ranks.first("begun", lambda: begin(held))
+        config = given(record)
+        ranks.take_gpu(config.device, config.device_map)
+        return _execute(config, out, record, ranks, announce, progress)
 
 
 def _check_labels(config: RunConfig) -> None:
@@ -89,28 +127,40 @@ def _check_free(out: Path) -> None:
         raise RunError(f"{out} exists and is no run; give another --out")
 
 
-def resume_run(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> AngleTable:
-    """Finish an interrupted run with the configuration it was started with.
+def resume_run(
+    out: str | Path, *, trust_remote_code: bool = False, ranks: Ranks | None = None,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True,
+) -> AngleTable | None:  # fmt: skip
+    """Finish an interrupted run with the configuration it was started with, to the same numbers.
+
+    By any number of processes, whatever the number of those that began it; see `start_run`.
 
     Args:
         out: its directory.
         trust_remote_code: run the repository's own code, as the run did so far.
-        **options: see `_execute`.
+        ranks: this process among them.
+        announce: gets one line before each model that is left.
+        progress: show a bar.
 
     Raises:
         RunError: there is no run, it is complete, another process is at it, the model or the data are no longer those
             it was started with, or it runs a repository's code and `trust_remote_code` does not say so.
     """
     out = Path(out)
-    if not (out / "run.json").is_file():
-        raise RunError(f"{out} holds no run.json; there is nothing to resume")
-    if _read(out)["status"] == "complete":
-        raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    check_folder(out, "--resume")
-    with alone(out):
-        record = _read(out)
-        config = RunConfig.recorded(record["config"], out / "run.json").consented(trust_remote_code, out / "run.json")
-        return _execute(config, out, record, **options)
+
+    def begin(held: ExitStack) -> dict[str, Any]:
+        if not (out / "run.json").is_file():
+            raise RunError(f"{out} holds no run.json; there is nothing to resume")
+        if _read(out)["status"] == "complete":
+            raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
+        check_folder(out, "--resume")
+        held.enter_context(alone(out))
+        return _read(out)
+
+    def given(record: dict[str, Any]) -> RunConfig:
+        return RunConfig.recorded(record["config"], out / "run.json").consented(trust_remote_code, out / "run.json")
+
+    return _run(out, ranks or Ranks.from_environment(), begin, given, announce, progress)
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -125,23 +175,12 @@ def _read(out: Path) -> dict[str, Any]:
 
 @on_cpu
 def _execute(
-    config: RunConfig,
-    out: Path,
-    record: dict[str, Any],
-    *,
-    announce: Callable[[str], None] = lambda line: None,
-    progress: bool = True,
-) -> AngleTable:
+    config: RunConfig, out: Path, record: dict[str, Any], ranks: Ranks, announce: Callable[[str], None], progress: bool
+) -> AngleTable | None:
     """Run every model, committing as it goes, then write tables, verdict and figures.
 
-    A model that fails when another was measured before it is left out, and said at the end.
-
-    Args:
-        config: what to run.
-        out: where.
-        record: `run.json` so far.
-        announce: called with one line before each model: what will be measured and what it will cost.
-        progress: show a progress bar.
+    A model that fails when another was measured before it is left out, and said at the end. Of several processes only
+    one may have failed, and all of them end.
     """
     tables: dict[str, AngleTable] = {}
     failed: list[tuple[str, NormGeoError]] = []
@@ -153,14 +192,17 @@ def _execute(
 
     for name in config.models:
         try:
-            tables[name] = _measured(config, name, out, record, announce, progress)
+            if (table := _measured(config, name, out, record, ranks, announce, progress)) is not None:
+                tables[name] = table
         except NormGeoError as error:
-            if not tables or is_full(error):
+            if not tables or is_full(error) or ranks.size > 1:
                 raise
             failed.append((name, error))
             _forget(error)
-            if not _state(out, name).is_file():  # it may be another one when it is tried again
-                record["models"].pop(name, None)
+            if not (out / "state" / f"{safe_name(label_of(name))}.safetensors").is_file():
+                record["models"].pop(name, None)  # it may be another one when it is tried again
+    if ranks.rank:
+        return None
     with disk_explained(out):
         table = write()
         if not failed:
@@ -173,19 +215,29 @@ def _execute(
 
 
 def _measured(
-    config: RunConfig, name: str, out: Path, record: dict[str, Any], announce: Callable[[str], None], progress: bool
-) -> AngleTable:
+    config: RunConfig, name: str, out: Path, record: dict[str, Any], ranks: Ranks, announce: Callable[[str], None],
+    progress: bool,
+) -> AngleTable | None:  # fmt: skip
     """The table of one model, which is gone then: there is room for the parameters of one at a time."""
     models = record["models"]
-    job = prepare(config, name, before=models.get(name), revision=revision_in(models.values()))
-    if record["status"] == "new":  # only now is it known that the model and the data exist
-        record |= new_record(config)
-    check_same(record["models"].setdefault(name, job.about), job.about, out)
-    with disk_explained(out):
+    before, revision = models.get(name), revision_in(models.values())
+    job = prepare(config, name, before=before, revision=revision, first=ranks.first)
+
+    def noted() -> dict[str, Any]:
+        if record["status"] == "new":  # only now is it known that the model and the data exist
+            record.update(new_record(config))
+        check_same(record["models"].setdefault(name, job.about), job.about, out)
         (out / "state").mkdir(parents=True, exist_ok=True)
         write_json(out / "run.json", record)
-        statistics = _measure(config, job, out, announce, progress)
-    return AngleTable.from_statistics(statistics, job.label)
+        return record["models"][name]
+
+    with disk_explained(out):
+        models[name] = ranks.first("model", noted)
+        check_same(models[name], job.about, out)
+        if not (out / "run.json").is_file():
+            raise RunError(f"process {ranks.rank} does not see {out}: all processes need one file system")
+        statistics = _measure(config, job, out, ranks, announce, progress)
+    return AngleTable.from_statistics(statistics, job.label) if statistics is not None else None
 
 
 def _forget(error: BaseException | None) -> None:
@@ -193,11 +245,6 @@ def _forget(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
-
-
-def _state(out: Path, name: str) -> Path:
-    """Where the statistics of a model so far are."""
-    return out / "state" / f"{safe_name(label_of(name))}.safetensors"
 
 
 def write_results(table: AngleTable, out: Path, about: Iterable[Mapping[str, Any]]) -> list[Path]:
@@ -243,39 +290,66 @@ def safe_name(name: str) -> str:
 
 
 def _measure(
-    config: RunConfig, job: Job, out: Path, announce: Callable[[str], None], progress: bool
-) -> AngleStatistics:
+    config: RunConfig, job: Job, out: Path, ranks: Ranks, announce: Callable[[str], None], progress: bool
+) -> AngleStatistics | None:
+    """The statistics of all tokens, in the first process; each measures its share of those that are missing."""
     statistics = new_statistics(
         job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
     )
-    path, of = _state(out, job.about["model"]), _measured_what(config, job)
-    done = _restore(path, statistics, of)
-    if done >= job.n_tokens:
-        return statistics
-    writer = None
+    state, writer = State(out / "state", safe_name(job.label), _measured_what(config, job)), None
     if job.keep:
         writer = ScalarWriter(out / "scalars.zarr" / safe_name(job.label), job.sites, job.n_tokens, job.block)
-        if not done:
-            check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
-            writer.create(statistics.directions)
-        writer.check(done)
-    announce(_plan(config, job, done))
-    batches = job.tokens.batches(job.n_tokens, config.batch, done)
-    uncommitted = 0
-    with progress_bar(job.label, job.n_tokens, done=done, enabled=progress) as advance:
-        for batch in stream(job.model, job.sites, batches, [statistics]):
+    done: list[Span] = []
+
+    def begin() -> list[Span]:
+        done.extend(state.restored(statistics))
+        left = missing(done, job.n_tokens, job.block if job.divisible else job.n_tokens)
+        if left and writer is not None:
+            if not done:
+                check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
+                writer.create(statistics.directions)
+            writer.check(done)
+        if left:
+            announce(_plan(config, job, left, ranks.size))
+        return left
+
+    mine = joined((start, stop) for start, stop in ranks.share(ranks.first("left", begin)))
+    others = job.n_tokens - sum(stop - start for start, stop in mine)
+    with progress_bar(job.label, job.n_tokens, done=others, enabled=progress and not ranks.rank) as advance:
+        for batch, whole in _blocks(config, job, mine, statistics):
+            done = joined([*done, (batch.start, batch.start + batch.n_tokens)])
             if writer is not None:
                 writer.take(batch, statistics)
-            done += batch.n_tokens
-            uncommitted += batch.n_tokens
-            if uncommitted >= job.block or done == job.n_tokens:
-                check_seen(statistics)  # where nothing in a whole block has an angle, nothing will
+            if whole:
+                if not ranks.rank:
+                    check_seen(statistics)  # where nothing in a whole block has an angle, nothing will
                 if writer is not None:
                     writer.flush()
-                write_whole(path, _saved(statistics, done, of))
-                uncommitted = 0
+                state.save(statistics, done, ranks.rank)
             advance(batch.n_tokens)
+    ranks.done("measured")
+    if ranks.rank:
+        return None
+    if lost := missing(state.gathered(statistics, done), job.n_tokens, job.n_tokens):
+        raise RunError(
+            f"{out}: tokens {lost[0][0]:,} to {lost[0][1]:,} were measured and are not there; do all processes see "
+            f"one file system? What is there is safe: give --resume {out}"
+        )
+    check_seen(statistics)
     return statistics
+
+
+def _blocks(
+    config: RunConfig, job: Job, spans: Sequence[Span], statistics: AngleStatistics
+) -> Iterator[tuple[TokenBatch, bool]]:
+    """The batches of these tokens, each when the statistics have it, and whether it is time to commit them."""
+    batches = itertools.chain.from_iterable(job.tokens.batches(stop, config.batch, start) for start, stop in spans)
+    ends, uncommitted = {stop for _, stop in spans}, 0
+    for batch in stream(job.model, job.sites, batches, [statistics]):
+        uncommitted += batch.n_tokens
+        whole = uncommitted >= job.block or batch.start + batch.n_tokens in ends
+        yield batch, whole
+        uncommitted = 0 if whole else uncommitted
 
 
 def _measured_what(config: RunConfig, job: Job) -> str:
@@ -285,42 +359,16 @@ def _measured_what(config: RunConfig, job: Job) -> str:
     return json.dumps([*known, job.n_tokens, [site.key for site in job.sites], *drawn])
 
 
-def _saved(statistics: AngleStatistics, done: int, of: str) -> bytes:
-    """The file of the statistics of so many tokens."""
-    state, tokens_done = statistics.state_dict(), str(done)
-    return safetensors.torch.save(state, {"tokens_done": tokens_done, "sha256": _checksum(state, tokens_done, of)})
-
-
-def _checksum(state: Mapping[str, Tensor], tokens_done: str, of: str) -> str:
-    digest = hashlib.sha256(json.dumps([of, tokens_done]).encode())
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _restore(path: Path, statistics: AngleStatistics, of: str) -> int:
-    """Load the committed statistics, if any, and say of how many tokens they are."""
-    if not path.is_file():
-        return 0
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        done = int(about["tokens_done"])
-        if about["sha256"] != _checksum(state, about["tokens_done"], of):
-            raise ValueError("its checksum is wrong")
-        statistics.load_state_dict(state)
-    except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise unreadable(path, error, "start again in another directory") from error
-    return done
-
-
-def _plan(config: RunConfig, job: Job, done: int) -> str:
+def _plan(config: RunConfig, job: Job, left: Sequence[Span], processes: int) -> str:
     """One line: what will be measured, and what that will cost from now on."""
-    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not done else 0
-    left = f", of which {done:,} are done," if done else ""
+    n_left = sum(stop - start for start, stop in left)
+    begun = n_left < job.n_tokens
+    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not begun else 0
+    done = f", of which {job.n_tokens - n_left:,} are done," if begun else ""
+    longest = -(-len(left) // processes) * job.block if processes > 1 and job.divisible else n_left
+    by = f" by {processes} processes, each" if processes > 1 else ""
     return (
-        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens{left} of {job.tokens.source} "
+        f"{job.label}: {len(job.sites)} norms, before and after, {job.n_tokens:,} tokens{done} of {job.tokens.source} "
         f"in contexts of {job.tokens.context}, {config.null} random directions, {job.about['dtype']} on "
-        f"{job.about['device']}; {cost(job.model, job.n_tokens - done, job.tokens.context, config.batch, disk)}"
+        f"{job.about['device']};{by} {cost(job.model, min(n_left, longest), job.tokens.context, config.batch, disk)}"
     )

@@ -134,8 +134,8 @@ class ScalarWriter:
                 attributes={**asdict(site), "quantities": list(quantities)},
             )  # fmt: skip
 
-    def check(self, done: int) -> None:
-        """See that all of the first tokens is there, before others are measured that would be written behind them.
+    def check(self, done: Sequence[tuple[int, int]]) -> None:
+        """See that all of these tokens is there, before others are measured that would be written beside them.
 
         Chunks that zarr was writing when it was killed, beside their names, are removed.
 
@@ -146,11 +146,13 @@ class ScalarWriter:
             left.unlink(missing_ok=True)
         of_sites = (f"sites/{self.sites[i].key}/{phase}" for i, phase in _kept(self.sites))
         ends = dict.fromkeys(TOKENS, "") | dict.fromkeys(of_sites, "/0")
+        rows = sorted({row for start, stop in done for row in range(start // self.block, -(-stop // self.block))})
         for name, end in ends.items():
-            needed = ("zarr.json", *(f"c/{row}{end}" for row in range(-(-done // self.block))))
+            needed = ("zarr.json", *(f"c/{row}{end}" for row in rows))
             if absent := [file for file in needed if not (self.path / name / file).is_file()]:
+                n_done = sum(stop - start for start, stop in done)
                 raise RunError(
-                    f"{self.path / name / absent[0]} is missing, of {done:,} tokens that were measured; put it back, "
+                    f"{self.path / name / absent[0]} is missing, of {n_done:,} tokens that were measured; put it back, "
                     "or start again in another directory"
                 )
             try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normgeo.cli.app import app, console, note, quiet, resumable, warn
+from normgeo.cli.app import app, check_alone, console, note, quiet, resumable, warn
 from normgeo.cli.options import Batch, Context, Data, Device, DeviceMap, Dtype, Qk, Tokens, Trusting, refuse_beside
 from normgeo.errors import NormGeoError
 from normgeo.system.progress import table
@@ -65,15 +65,17 @@ def angles(
         str | None, typer.Option(help="With --store: on the dask cluster whose scheduler has this address.")
     ] = None,
 ) -> None:
-    """Measure the angles of hidden states before and after every norm."""
+    """Measure the angles of hidden states before and after every norm. Under torchrun, on many devices."""
     from normgeo.angles import runs
     from normgeo.system.folders import claimed
+    from normgeo.system.ranks import Ranks
     from normgeo.training import checkpoint_angles
 
     quiet()
     if store is not None:
         from normgeo.store.scan import run_from_store
 
+        check_alone("angles --store")
         refuse_beside(given, "--store", "--null", "--null-every", "--seed", "--sites", "--keep", "--scheduler", "--out")
         measured, where = run_from_store(
             store, out, null=null, null_every=null_every, seed=seed, sites=sites, keep=keep, scheduler=scheduler,
@@ -87,9 +89,12 @@ def angles(
         refuse_beside(given, "--resume", "--trust-remote-code")
         options = {"trust_remote_code": trust_remote_code, "announce": note}
         with _resumable(resume, trust_remote_code):
-            steps = checkpoint_angles.resume_checkpoints(resume, **options)
-            frame = runs.resume_run(resume, **options).frame if steps is None else steps
-        _summary(frame, resume)
+            if checkpoint_angles.is_of_checkpoints(resume):
+                check_alone("angles --checkpoints")
+            if (steps := checkpoint_angles.resume_checkpoints(resume, **options)) is not None:
+                _summary(steps, resume)
+            elif (measured := runs.resume_run(resume, **options)) is not None:
+                _summary(measured.frame, resume)
         return
     if models and checkpoints is not None:
         raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
@@ -105,13 +110,16 @@ def angles(
             given, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
         )  # fmt: skip
+        check_alone("angles --checkpoints")
         name = f"{Path(checkpoints).resolve().name}-checkpoints"
         with claimed(out, name) as where, _resumable(where, trust_remote_code):
-            frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note)
-    else:
-        with claimed(out, runs.run_name(names)) as where, _resumable(where, trust_remote_code):
-            frame = runs.start_run(config, where, announce=note).frame
-    _summary(frame, where)
+            _summary(checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note), where)
+        return
+    ranks = Ranks.from_environment()
+    with claimed(out, runs.run_name(names), ranks) as where, _resumable(where, trust_remote_code):
+        measured = runs.start_run(config, where, ranks=ranks, announce=note)
+    if measured is not None:
+        _summary(measured.frame, where)
 
 
 def _resumable(where: Path, trust_remote_code: bool) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from normgeo.errors import NormGeoError
 from normgeo.system.progress import meanwhile, printer
 from normgeo.system.versions import versions
 
-__all__ = ["app", "bench_app", "console", "note", "quiet", "resumable", "warn"]
+__all__ = ["app", "bench_app", "check_alone", "console", "note", "quiet", "resumable", "warn"]
 
 
 class Interruptible(TyperGroup):
@@ -38,7 +38,7 @@ app.add_typer(bench_app, name="bench")
 console = printer()
 """For results; what is said meanwhile goes to standard error, by `note` and `warn`."""
 
-TOGETHER = ("capture", "train")
+TOGETHER = ("angles", "capture", "train")
 """What several processes do together, where they are launched for it."""
 
 
@@ -48,9 +48,9 @@ def _version(wanted: bool | None) -> None:
         raise typer.Exit
 
 
-def _check_alone(command: str | None) -> None:
+def check_alone(command: str) -> None:
     """Refuse several processes for what one does: each would do all of it."""
-    if command in TOGETHER or "LOCAL_RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+    if "LOCAL_RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
     from normgeo.system.ranks import is_first
 
@@ -58,7 +58,7 @@ def _check_alone(command: str | None) -> None:
         raise SystemExit(1)
     raise NormGeoError(
         f"{command} is done by one process, and {os.environ['WORLD_SIZE']} were launched; what several do together is "
-        "capture, which measures as well, and train"
+        "angles MODEL, capture and train"
     )
 
 
@@ -71,7 +71,8 @@ def root(
     ] = None,
 ) -> None:
     """Geometric analysis of the normalization layers of transformers."""
-    _check_alone(context.invoked_subcommand)
+    if context.invoked_subcommand not in TOGETHER:
+        check_alone(str(context.invoked_subcommand))
 
 
 def note(*parts: object) -> None:

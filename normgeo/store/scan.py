@@ -148,7 +148,7 @@ def angles_from_store(
 def _writer(reader: _Reader, path: Path, batch: int) -> ScalarWriter:
     """A new store of scalars, cut into the chunks of a run that has the model."""
     n_tokens, config = reader.store.n_tokens, RunConfig(batch=batch)
-    block = config.block(n_tokens, reader.store.provenance["identity"]["about"]["context"])
+    block = config.block(n_tokens, (tokens := reader.store.stream()).context, tokens.period(batch))
     check_space(path, bytes_needed(reader.sites, n_tokens, block))
     writer = ScalarWriter(path, reader.sites, n_tokens, block)
     writer.create(reader.directions)

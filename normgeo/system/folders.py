@@ -16,6 +16,7 @@ from pathlib import Path
 
 from normgeo.errors import NormGeoError, RunError
 from normgeo.system.files import PARTIAL, check_folder, check_name, is_full, on_the_way, sync, unwritable
+from normgeo.system.ranks import Ranks
 
 try:
     import fcntl
@@ -39,12 +40,13 @@ def numbered(stem: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def claimed(out: Path | None, name: str) -> Iterator[Path]:
+def claimed(out: Path | None, name: str, ranks: Ranks | None = None) -> Iterator[Path]:
     """The directory to write: what was asked for, or else a new `runs/<name>-<date>` that no other process has taken.
 
     Args:
         out: what was asked for, which need not be there.
         name: of a new one, with a number behind the date where that is taken. It is removed if it stays empty.
+        ranks: this process among those of a run, of which the first makes the one for all; it may be alone.
 
     Raises:
         RunError: a new one cannot be made.
@@ -52,6 +54,12 @@ def claimed(out: Path | None, name: str) -> Iterator[Path]:
     if out is not None:
         yield out
         return
+    with ExitStack() as held:
+        yield Path((ranks or Ranks()).first("out", lambda: str(held.enter_context(_new(name)))))
+
+
+@contextmanager
+def _new(name: str) -> Iterator[Path]:
     stem = Path("runs") / f"{name}-{datetime.date.today()}"
     check_folder(stem.parent)
     with ExitStack() as folders:

@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -70,12 +71,14 @@ class Ranks:
         size: how many there are.
         local: its number on its machine, and that of its GPU.
         store: what they share; None where there is one process.
+        said: how often the processes have met by each name, which all do in the same order.
     """
 
     rank: int = 0
     size: int = 1
     local: int = 0
     store: Store | None = None
+    said: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -109,6 +112,7 @@ class Ranks:
         """
         if self.store is None:
             return do()
+        name = self._again(name)
         if self.rank == 0:
             try:
                 value = do()
@@ -128,10 +132,16 @@ class Ranks:
         """Say that this process has done its share; the first waits for the others to say so."""
         if self.store is None:
             return
+        name = self._again(name)
         with self._reached() as store:
             store.set(f"{name}/{self.rank}", "done")
         for other in range(1, self.size if self.rank == 0 else 1):
             self._get(f"{name}/{other}", other)
+
+    def _again(self, name: str) -> str:
+        """A name for what is said now, which was never said before."""
+        self.said[name] += 1
+        return f"{name}/{self.said[name]}"
 
     def _get(self, name: str, of: int = 0) -> bytes:
         """Wait for what a process says as long as it lives, and not in C, where signals would wait too.

@@ -47,7 +47,10 @@ from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.training import figures as training_figures
 from normgeo.training.state import check_weights
 
-__all__ = ["Checkpoint", "draw", "find_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
+__all__ = [
+    "Checkpoint", "draw", "find_checkpoints", "is_of_checkpoints", "measure_checkpoints", "resume_checkpoints",
+    "start_checkpoints",
+]  # fmt: skip
 
 STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
 REVISION = re.compile(rf"(?:.*[-_/])?{STEP.pattern}(?:[-_/].*)?")
@@ -183,6 +186,19 @@ def start_checkpoints(where: Path | str, config: RunConfig, out: str | Path, **o
             return _finish(points, config, out, record, **options)
 
 
+def is_of_checkpoints(out: str | Path) -> bool:
+    """Whether it is `start_checkpoints` that began what is in this directory."""
+    return _recorded(Path(out)) is not None
+
+
+def _recorded(out: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "checkpoints" in record else None
+
+
 def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
@@ -192,11 +208,7 @@ def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **op
             not say so now.
     """
     out = Path(out)
-    try:
-        record = json.loads((out / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict) or "checkpoints" not in record:
+    if (record := _recorded(out)) is None:
         return None
     try:
         status, where, config = record["status"], str(record["checkpoints"]), record["config"]
