@@ -118,7 +118,9 @@ class _Norm(nn.Module):
         if not is_tracing() and x.shape[-1:] != (self.d,):
             raise ValueError(f"{type(self).__name__} of {self.d} numbers was given {tuple(x.shape)}")
         x = x.contiguous()  # as torch's own norms give it, which models rely on
-        wide, free = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, not _traced()
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        # torch writes over a tensor with a derivative, and then says that it cannot be done
+        free = not (_traced() or _transformed())
         z, weight, bias = self.standardized(wide, free and wide is not x), self.weight, self.bias
         if weight is not None and self.offset:
             weight = weight.to(z.dtype) + self.offset
@@ -137,8 +139,13 @@ def _traced() -> bool:
     return is_grad_enabled() or is_compiling() or is_tracing()
 
 
+def _transformed() -> bool:
+    """Whether `torch.func` or forward-mode derivatives are at work, which not all of torch's kernels have rules for."""
+    return in_transform() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 def _onto(z: Tensor, do: Callable[..., Tensor], given: tuple[Any, ...], free: bool) -> Tensor:
-    """What `do` gives, written over z where it is free and that is possible: not in `torch.func`'s stacks of models."""
+    """What `do` gives, written over z where it is free and tensors of its kind can be."""
     try:
         return do(*given, out=z) if free else do(*given)
     except RuntimeError:
@@ -168,9 +175,9 @@ class RMSNorm(_Norm):
 
     def plain(self, x: Tensor) -> Tensor:
         """The same in torch's own arithmetic: by torch's kernel where it has one, on a CPU without gradients alone."""
-        if x.dtype not in ROUNDING or is_compiling() or is_tracing() or x.shape[-1:] != (self.d,):
+        if x.dtype not in ROUNDING or is_compiling() or is_tracing() or _transformed() or x.shape[-1:] != (self.d,):
             return super().plain(x)
-        if (x.is_cpu and not self.centered) or (is_grad_enabled() and (not x.is_cuda or HIP or _transformed())):
+        if (x.is_cpu and not self.centered) or (is_grad_enabled() and (not x.is_cuda or HIP)):
             return super().plain(x)
         weight, bias = self.weight, self.bias
         if weight is None and x.is_cpu:  # without affine parameters torch's takes twice the time in float32
@@ -191,19 +198,12 @@ class RMSNorm(_Norm):
         return _onto(x, torch.mul, (x, torch.rsqrt(_squared_norm(x) / x.shape[-1] + self.eps)), free)
 
 
-def _transformed() -> bool:
-    """Whether `torch.func` or forward-mode derivatives are at work, which not all of torch's kernels have rules for."""
-    return in_transform() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
-
-
 def _by_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor | None:
     """RMSNorm of zero-mean vectors x [..., d] by torch's LayerNorm; None where the means are more than rounding."""
-    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
-        return None
     z, mean, scale = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
     try:
         zero = not x.numel() or bool(mean.mul_(scale).abs_().max().item() <= ROUNDING[x.dtype])
-    except RuntimeError:  # there are no numbers to look at: it is transformed, or a fake
+    except RuntimeError:  # there are no numbers to look at: it is a fake
         return None
     return z.to(x.dtype) if zero else None
 

@@ -11,7 +11,7 @@ from test_norm_ops import ROUNDING, drawn
 from test_norms import random_norm
 
 from normgeo.kernels import norm_ops
-from normgeo.norms import RMSNorm
+from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.skipif(not norm_ops.loaded().compiled, reason="needs a compiler")
 
@@ -223,12 +223,22 @@ def test_no_memory_is_read_but_the_parameters_own():
         torch.testing.assert_close(norm(x.to(dtype)), norm.plain(x.to(dtype)))
 
 
-def test_forward_mode_derivatives_are_not_lost():
-    norm, x = random_norm(RMSNorm, 8), drawn((3, 8), torch.float32)
-    with torch.no_grad():
-        _, tangent = torch.func.jvp(norm, (x,), (torch.ones_like(x),))
-    _, expected = torch.func.jvp(norm.plain, (x,), (torch.ones_like(x),))
-    torch.testing.assert_close(tangent, expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("cls", [LayerNorm, RMSNorm, CRMSNorm])
+def test_forward_mode_derivatives_and_values_are_the_same_without_gradients(cls, dtype):
+    """Written over, a tensor with a derivative is changed before torch refuses it."""
+    norm, x = random_norm(cls, 8, dtype=dtype, bias=True), drawn((3, 8), dtype)
+
+    def dual():
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(norm(torch.autograd.forward_ad.make_dual(x, x + 1)))
+
+    for derivative in (lambda: torch.func.jvp(norm, (x,), (x + 1,)), dual):
+        with torch.no_grad():
+            found = derivative()
+        for value, expected in zip(found, derivative(), strict=True):
+            torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(found[0], norm(x))
 
 
 @torch.no_grad()
