@@ -175,6 +175,13 @@ def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypa
     assert shared_objects(cache) == []
 
 
+def test_a_compiler_may_complain_in_any_encoding(cache, monkeypatch):
+    (cache / "g++").write_text('#!/bin/sh\nprintf "K\\344fer 1.0, error: ung\\374ltig\n" | tee /dev/stderr; exit 1\n')
+    (cache / "g++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(cache / "g++"))
+    assert fails().startswith(f"{cache / 'g++'} failed (K\ufffdfer 1.0, error: ung\ufffdltig)")
+
+
 def test_a_compiler_that_builds_nothing_is_named(cache, monkeypatch):
     monkeypatch.setenv("CXX", "true")
     assert fails() == f"{shutil.which('true')} built nothing; the environment's CXX names another compiler"

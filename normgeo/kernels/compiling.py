@@ -121,7 +121,8 @@ def function(source: Path, name: str, result: Any, *arguments: Any, flags: Seque
 
 def _run(*command: str) -> str:
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as running:
+    # it may say what is not in the locale's encoding
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, errors="replace", start_new_session=True) as running:
         try:
             out, complaints = running.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired as error:
