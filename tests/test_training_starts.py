@@ -1,6 +1,8 @@
 """What a new training finds: directories and data that others change meanwhile; and what one leaves that fails."""
 
+import errno
 import json
+import os
 
 import pandas as pd
 import pytest
@@ -130,3 +132,17 @@ def test_one_state_stays_and_is_told_from_another_of_its_name(tmp_path):
     one, other = (latest_state(tmp_path / name) for name in ("one", "other"))
     assert one.name == other.name == "state-00000003"
     assert named(one) != named(other)
+
+
+def test_a_disk_that_is_full_for_the_log_is_said(tmp_path, monkeypatch):
+    articles(tmp_path)
+
+    class Full:
+        def __init__(self, folder, purge_step):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torch.utils.tensorboard.writer.SummaryWriter", Full)
+    with pytest.raises(RunError, match=f"^the disk of {tmp_path / 'run'} is full; .*give --resume {tmp_path / 'run'}$"):
+        started(tmp_path, tmp_path / "run", board=True)
+    monkeypatch.undo()
+    resume_training(tmp_path / "run", progress=False, board=True)

@@ -307,7 +307,8 @@ def _train_all(
     board: bool = False,
 ) -> dict[str, Path]:
     for norm in config.norms:
-        with tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None) as log:
+        logging = tensorboard(out / norm / "tensorboard") if board else nullcontext(lambda step, row: None)
+        with disk_explained(out), logging as log:
             train(
                 norm, recipe, given.corpus, given.vocabulary, out / norm, held_out=given.held_out,
                 tokenizer=given.tokenizer, device=config.device, progress=progress, log=log,
