@@ -1,5 +1,7 @@
 """Training with what one hands over in Python: models of one's own, and held-out text."""
 
+from types import MethodType
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -81,3 +83,11 @@ def test_directories_may_be_strings(tmp_path, monkeypatch):
         resume_training(run)
     with pytest.raises(RunError, match="is not an empty directory"):
         compare_run(RunConfig(("a", "b"), ids), run)
+
+
+def test_a_forward_of_its_own_is_what_a_model_is_trained_by_and_keeps():
+    model, calls = build_twin("layernorm", small(), 48), []
+    own = MethodType(lambda self, *given, **named: calls.append(1) or type(self).forward(self, *given, **named), model)
+    model.forward = own
+    trained("layernorm", small(steps=2), model=model)
+    assert (len(calls), model.forward) == (2, own)

@@ -11,8 +11,9 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from normgeo.errors import NormGeoError
 from normgeo.training.recipe import Recipe
@@ -22,6 +23,7 @@ __all__ = [
     "check_agreed",
     "check_sharding",
     "part_tensor",
+    "prepared",
     "processes",
     "ready",
     "start_accelerator",
@@ -125,6 +127,21 @@ def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accele
             f"{recipe.accumulate} passes each; give --batch a multiple of {parts}, or launch as many as divide it"
         )
     return accelerator
+
+
+def prepared(
+    accelerator: accelerate.Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any]:
+    """What runs a model for these processes and devices, and what takes its steps.
+
+    The model's forward stays its own: mixed precision is for training, not for evaluation.
+    """
+    own = {name: value for name, value in vars(model).items() if name == "forward"}
+    running, stepping = accelerator.prepare(model, optimizer)
+    for name in ("forward", "_original_forward"):
+        vars(model).pop(name, None)
+    vars(model).update(own)
+    return running, stepping
 
 
 def ready(accelerator: accelerate.Accelerator, recipe: Recipe) -> accelerate.Accelerator:

@@ -38,6 +38,7 @@ from normgeo.training.accelerators import (
     check_agreed,
     check_sharding,
     part_tensor,
+    prepared,
     ready,
     start_accelerator,
     whole_tensor,
@@ -110,9 +111,7 @@ class Trainer:
             self._empty = type(built)(built.config)
         self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
         self._adam = adamw(self.model, recipe)
-        self._wrapped, self._optimizer = self.accelerator.prepare(self.model, self._adam)
-        for name in ("forward", "_original_forward"):  # mixed precision is for training, not for evaluation
-            self.model.__dict__.pop(name, None)
+        self._wrapped, self._optimizer = prepared(self.accelerator, self.model, self._adam)
         self.step = 0
         self.rows: list[tuple[float, ...]] = []
         state = None if folder is None else latest_state(folder)
