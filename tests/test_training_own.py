@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 from training_zoo import small, stopping, text_like, trained
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, GPT2Model
 
+from normgeo import convert, wrap
 from normgeo.angles.runs import RunConfig
 from normgeo.comparison.compare import compare_run
-from normgeo.errors import DataError, ModelError, RunError
+from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.training import train as training
 from normgeo.training.checkpoint_angles import (
     find_checkpoints,
@@ -85,9 +87,49 @@ def test_directories_may_be_strings(tmp_path, monkeypatch):
         compare_run(RunConfig(("a", "b"), ids), run)
 
 
+class Table(nn.Module):
+    """A model of one's own: the next token by the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(48, 8), nn.Linear(8, 48)
+
+    def forward(self, ids):
+        return self.head(self.rows(ids))
+
+
+def swapped():
+    model = build_twin("layernorm", small(), 48)
+    model.transformer.ln_f = nn.RMSNorm(32)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (swapped, "which has another transformer.ln_f"),
+        (lambda: convert(build_twin("layernorm", small(), 48).eval()).model, "which has another transformer.h.0.ln_1"),
+        (lambda: wrap(Table()), "Wrapped is not made of its configuration alone"),
+    ],
+    ids=["swapped", "converted", "wrapped"],
+)
+def test_a_model_is_not_kept_as_another_and_trains_without_a_folder(given, says, tmp_path):
+    """Its checkpoints would load as what its class makes of its configuration."""
+    with pytest.raises(NormGeoError, match=f"{says}.*; train it without a folder, and save it yourself"):
+        trained("layernorm", small(steps=2), tmp_path / "run", model=given())
+    assert not (tmp_path / "run").exists()
+    curve = trained("layernorm", small(steps=2, evaluate_every=2), model=given(), held_out=text_like(64))[1]
+    assert curve.held_out_loss.iloc[-1] > 0
+
+
 def test_a_forward_of_its_own_is_what_a_model_is_trained_by_and_keeps():
     model, calls = build_twin("layernorm", small(), 48), []
     own = MethodType(lambda self, *given, **named: calls.append(1) or type(self).forward(self, *given, **named), model)
     model.forward = own
     trained("layernorm", small(steps=2), model=model)
     assert (len(calls), model.forward) == (2, own)
+
+
+def test_a_model_without_a_head_is_one_line():
+    with pytest.raises(NormGeoError, match="GPT2Model gives no logits to train on"):
+        trained("layernorm", small(steps=1), model=GPT2Model(build_twin("layernorm", small(), 48).config))

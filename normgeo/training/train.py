@@ -58,7 +58,16 @@ from normgeo.training.state import (
     tensors_of,
     weights_in,
 )  # fmt: skip
-from normgeo.training.twins import adamw, build_twin, check_saved_alike, check_trains, evaluate, loss_of, save_twin
+from normgeo.training.twins import (
+    adamw,
+    build_twin,
+    check_trains,
+    evaluate,
+    kept_like,
+    logits_of,
+    loss_of,
+    save_twin,
+)  # fmt: skip
 
 __all__ = ["Trainer", "train"]
 
@@ -78,7 +87,7 @@ class Trainer:
         folder: where states and checkpoints go; None keeps nothing.
         tokenizer: saved along with every checkpoint.
         device: auto, cpu, cuda or mps.
-        model: trained instead of a fresh twin.
+        model: trained instead of a fresh twin; with a folder it is kept as what its class makes of its configuration.
 
     Attributes:
         step: how many steps were taken.
@@ -105,10 +114,8 @@ class Trainer:
         end = getattr(tokenizer, "eos_token_id", None)
         built = build_twin(norm, recipe, vocabulary, end) if model is None else model
         check_trains(built, recipe, getattr(corpus, "largest", -1))
-        if model is not None and folder is not None and norm.startswith("pre-"):
-            check_saved_alike(norm, model, recipe, vocabulary, end)
-        with torch.device("meta"):
-            self._empty = type(built)(built.config)
+        if folder is not None:
+            self._empty = kept_like(norm, built, recipe, vocabulary, end, given=model is not None)
         self.model = built.to(self.accelerator.device).train()  # pyright: ignore[reportArgumentType]
         self._adam = adamw(self.model, recipe)
         self._wrapped, self._optimizer = prepared(self.accelerator, self.model, self._adam)
@@ -164,7 +171,7 @@ class Trainer:
 
     def _loss(self, ids: Int64[Tensor, "rows time"]) -> Tensor:
         with self.accelerator.autocast():
-            logits = self._wrapped(input_ids=ids, use_cache=False).logits
+            logits = logits_of(self._wrapped, ids)
         return loss_of(logits, ids)
 
     def _finite(self, what: str, value: float, step: int | None = None) -> float:

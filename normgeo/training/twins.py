@@ -12,7 +12,7 @@ import torch
 import transformers
 from jaxtyping import Float, Int64
 from tokenizers import ByteLevelBPETokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -29,9 +29,10 @@ from normgeo.training.recipe import NORMS, Recipe
 __all__ = [
     "adamw",
     "build_twin",
-    "check_saved_alike",
     "check_trains",
     "evaluate",
+    "kept_like",
+    "logits_of",
     "loss_of",
     "plain_name",
     "save_twin",
@@ -45,6 +46,7 @@ ACTS_BY = (
     "activation_function", "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head",
 )  # fmt: skip
 """What of a configuration no shape shows."""
+ELSEWHERE = "train it without a folder, and save it yourself"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> transformers.PreTrainedTokenizerFast:
@@ -114,20 +116,59 @@ def _check_id(model: PreTrainedModel, largest: int, source: str) -> None:
         raise DataError(f"{source} has the id {largest}, beyond a vocabulary of {rows:,}")
 
 
-def check_saved_alike(norm: str, model: PreTrainedModel, recipe: Recipe, vocabulary: int, end: int | None) -> None:
-    """Refuse a training form that `save_twin` would save as another model: it saves that of the recipe.
+def kept_like(
+    norm: str, model: PreTrainedModel, recipe: Recipe, vocabulary: int, end: int | None, *, given: bool
+) -> PreTrainedModel:
+    """What `save_twin` takes beside a model's numbers: an empty one of its class and configuration.
+
+    Args:
+        norm: which twin.
+        model: what is trained.
+        recipe: how.
+        vocabulary: number of tokens.
+        end: id of the end-of-text token.
+        given: it was not built as a twin of the recipe, and might be saved as another model.
 
     Raises:
-        NormGeoError: what differs.
+        NormGeoError: it would; what differs.
     """
-    twin = build_twin(norm, recipe, vocabulary, end)
-    shapes = [{name: p.shape for name, p in each.named_parameters()} for each in (model, twin)]
+    try:
+        like = _empty(model)
+    except TypeError as error:
+        name = type(model).__name__
+        raise NormGeoError(
+            f"{name} is not made of its configuration alone ({error}); {ELSEWHERE} it yourself"
+        ) from error
+    if given and norm in ("layernorm", "rmsnorm"):
+        _check_class(model, like)
+    elif given:
+        _check_form(norm, model, build_twin(norm, recipe, vocabulary, end))
+    return like
+
+
+def _empty(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+def _check_class(model: PreTrainedModel, like: PreTrainedModel) -> None:
+    here, there = ({name: type(part) for name, part in each.named_modules()} | _shapes(each) for each in (model, like))
+    if other := [name for name in here | there if here.get(name) != there.get(name)]:
+        name = type(model).__name__
+        raise NormGeoError(f"a {name} is saved as that of its configuration, which has another {other[0]}; {ELSEWHERE}")
+
+
+def _check_form(norm: str, model: PreTrainedModel, twin: PreTrainedModel) -> None:
     other = [key for key in ACTS_BY if getattr(model.config, key, None) != getattr(twin.config, key)]
-    if other or shapes[0] != shapes[1]:
+    if other or _shapes(model) != _shapes(twin):
         raise NormGeoError(
             f"a {norm} model is saved as the GPT-2 of its recipe, and this one has another "
             f"{', '.join(other) or 'shape'}; train it without a folder, and save what trainable.bake makes of it"
         )
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def plain_name(name: str) -> str:
@@ -155,8 +196,7 @@ def save_twin(
     """
     extras = [] if tokenizer is None else [tokenizer]
     if norm in ("layernorm", "rmsnorm"):
-        with torch.device("meta"):
-            plain = type(model)(model.config)
+        plain = _empty(model)
         plain.load_state_dict(values, strict=False, assign=True)  # a tied head is not among the parameters
         plain.tie_weights()
         plain.save_pretrained(folder)
@@ -170,6 +210,18 @@ def save_twin(
         parameter.copy_(values[name])
     conversion = convert(plain.eval(), to="rmsnorm" if norm == "pre-rmsnorm" else "crmsnorm")
     checkpoint.save(conversion, folder, extras=extras)
+
+
+def logits_of(model: nn.Module, ids: Int64[Tensor, "rows time"]) -> Float[Tensor, "rows time vocabulary"]:
+    """The scores of every token's successor.
+
+    Raises:
+        NormGeoError: the model has no head that gives some.
+    """
+    output = model(input_ids=ids, use_cache=False)
+    if "logits" not in output:
+        raise NormGeoError(f"{type(model).__name__} gives no logits to train on; give a model with a head, a causal LM")
+    return output["logits"]
 
 
 def loss_of(
@@ -195,7 +247,7 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
             ids = torch.from_numpy(batch.ids).to(model.device)
             if ids.shape[1] < 2:
                 continue
-            total += loss_of(model(input_ids=ids, use_cache=False).logits, ids, "sum").item()
+            total += loss_of(logits_of(model, ids), ids, "sum").item()
             count += ids[:, 1:].numel()
     if not count:
         raise DataError(f"{tokens.source} has no two tokens in a row to predict")
