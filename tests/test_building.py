@@ -175,6 +175,16 @@ def test_a_compiler_that_fails_is_named_with_its_first_complaint(cache, monkeypa
     assert shared_objects(cache) == []
 
 
+def test_a_cache_that_is_full_is_no_fault_of_the_compilers(cache, monkeypatch):
+    says = "ld: final link failed: No space left on device"
+    (cache / "g++").write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || {{ echo "{says}\ncollect2: error: ld" >&2; exit 1; }}\n'
+    )
+    (cache / "g++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(cache / "g++"))
+    assert fails() == f"nothing can be built in {cache / 'normgeo'} ({says}); XDG_CACHE_HOME names another cache"
+
+
 def test_a_compiler_may_complain_in_any_encoding(cache, monkeypatch):
     (cache / "g++").write_text('#!/bin/sh\nprintf "K\\344fer 1.0, error: ung\\374ltig\n" | tee /dev/stderr; exit 1\n')
     (cache / "g++").chmod(0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -34,6 +35,7 @@ HERE = Path(__file__).parent
 _said: set[str] = set()
 SECONDS = 600  # a compiler that takes longer is not waited for; on a busy machine it takes minutes
 INSTEAD = "the environment's CXX names another compiler"
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
@@ -133,6 +135,8 @@ def _run(*command: str) -> str:
                     os.killpg(running.pid, signal.SIGKILL)
     if running.returncode:
         lines = complaints.strip().splitlines()
+        if full := next((line for line in lines if any(reason in line for reason in FULL)), None):
+            raise OSError(full)  # which another compiler would say as well
         first = next((line for line in lines if "error" in line), lines[0] if lines else running.returncode)
         raise RuntimeError(f"{command[0]} failed ({first}); {INSTEAD}")
     return out
