@@ -269,6 +269,20 @@ def test_of_several_processes_one_builds_and_the_others_wait(cache, monkeypatch)
     assert (cache / "built").read_text() == "\n"
 
 
+@pytest.mark.skipif(compiling.fcntl is None, reason="needs the system's locks")
+def test_a_process_that_is_forked_meanwhile_keeps_nobody_waiting(tmp_path):
+    def opened(name):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            return os.path.samefile(f"/dev/fd/{name}", tmp_path / "lock")
+
+    with compiling._alone(tmp_path / "lock"):
+        (own,) = list(filter(opened, os.listdir("/dev/fd")))
+        forked = os.dup(int(own))
+    with (tmp_path / "lock").open("w") as file:
+        compiling.fcntl.flock(file, compiling.fcntl.LOCK_EX | compiling.fcntl.LOCK_NB)
+    os.close(forked)
+
+
 def test_the_source_ships_with_the_package():
     assert cpu.SOURCE.is_file()
     assert fallback.BINS == BINS == 18000

@@ -93,7 +93,12 @@ def _alone(lock: Path) -> Iterator[None]:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # some network disks have no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a process that was forked meanwhile would hold it on
+                    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _built(folder: Path, name: str, compiler: str, source: Path, flags: Sequence[str]) -> Path:
