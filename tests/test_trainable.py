@@ -11,10 +11,10 @@ import transformers as hf
 from forked import free_port
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 from zoo import fresh, perturb, tiny
 
-from normgeo import convert
+from normgeo import convert, wrap
 from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError
@@ -295,3 +295,25 @@ def test_sounds_that_are_recentered_once_after_their_features_and_once_after_the
     assert len(conversion.replaced) == 6
     behind = 2 if "trainable" in options else 0  # dropouts
     assert len(conversion.recentered) == 2 + behind
+    if "trainable" in options:
+        baked = bake(conversion.model)
+        assert baked.state_dict().keys() == model.state_dict().keys()  # of a weight that the model normalizes, too
+        trained, plain = (m(**conversion.inputs[0]).last_hidden_state for m in (conversion.model, baked))
+        assert torch.equal(trained, plain)
+
+
+def test_weights_that_a_model_parametrizes_itself_stay_so_and_its_own_are_left_alone():
+    """A bias that is centered is beside a weight that is normalized, in one module, whose class a copy shares."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, norm_first=True, batch_first=True)
+    parametrizations.weight_norm(layer.linear2)
+    parts = torch.nn.Embedding(50, 16), layer, torch.nn.LayerNorm(16), torch.nn.Linear(16, 50)
+    model, ids = wrap(torch.nn.Sequential(*parts).eval()), torch.arange(50)[None]
+    truth, names = model(ids)["logits"], model.state_dict().keys()
+    conversion = convert(model, trainable=True)
+    assert parametrize.is_parametrized(conversion.model.module[1].linear2, "bias")
+    baked = bake(conversion.model)
+    assert not parametrize.is_parametrized(baked.module[1].linear2, "bias")
+    for each in (model, conversion.model, baked):
+        assert each.state_dict().keys() == names
+        assert torch.allclose(each(ids)["logits"], truth, atol=1e-5)

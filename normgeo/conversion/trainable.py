@@ -10,7 +10,7 @@ is recentered instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -129,10 +129,18 @@ def trains_as(original: nn.Module, converted: nn.Module, norms: Iterable[str]) -
 
 def _center(module: nn.Module, name: str, axis: int) -> None:
     """Let a parameter be centered while its state is that of the plain one, under the name that it had."""
-    if not parametrize.is_parametrized(module):
+    if not _originals(module):
         module.register_state_dict_post_hook(_plainly_named)
         module.register_load_state_dict_pre_hook(_as_parametrized)
+    if parametrize.is_parametrized(module):
+        _give_own_class(module)
     parametrize.register_parametrization(module, name, Centered(axis))
+
+
+def _give_own_class(module: nn.Module, without: Container[str] = ()) -> None:
+    """Give a parametrized module a class like its own, which copies share, without what reads some parameters."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k not in without})
 
 
 def _plainly_named(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -147,7 +155,9 @@ def _as_parametrized(module: nn.Module, state: dict[str, Any], prefix: str, *_: 
 
 
 def _originals(module: nn.Module) -> list[str]:
-    return list(module.parametrizations) if parametrize.is_parametrized(module) else []  # pyright: ignore
+    """The parameters that are centered as they are read; others may be parametrized by the model's own code."""
+    every: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    return [name for name, ways in every.items() if any(isinstance(way, Centered) for way in ways)]
 
 
 @torch.no_grad()
@@ -172,14 +182,19 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def unparametrized(module: nn.Module) -> None:
-    """Give a module plain parameters in the place of parametrized ones, with the values they have, in place."""
-    if not parametrize.is_parametrized(module):
+    """Give a module plain parameters in the place of centered ones, with the values they have, in place."""
+    names = _originals(module)
+    if not names:
         return
-    names = list(module.parametrizations)  # pyright: ignore
     values = {name: getattr(module, name).detach().clone() for name in names}
     trains = {name: module.parametrizations[name].original.requires_grad for name in names}  # pyright: ignore
     # not remove_parametrizations: it would change the class, which a copy shares with its original
-    module.__class__ = type(module).__bases__[0]
-    del module._modules["parametrizations"]
+    if len(names) < len(module.parametrizations):  # pyright: ignore
+        _give_own_class(module, names)
+        for name in names:
+            del module.parametrizations[name]  # pyright: ignore
+    else:
+        module.__class__ = type(module).__bases__[0]
+        del module._modules["parametrizations"]
     for name, value in values.items():
         module.register_parameter(name, nn.Parameter(value.contiguous(), trains[name]))
