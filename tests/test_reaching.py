@@ -195,6 +195,17 @@ def test_experts_that_no_token_reached_are_converted_as_those_beside_them(to):
     assert worst(conversion, model, ids) < 1e-14
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_experts_that_only_made_up_weights_route_to_are_compressed_as_those_beside_them(padded):
+    """A gauge is found with moved weights, or with other ones, by which routers choose others."""
+    model = zoo.perturb(Routed(hf.GPT2Config(vocab_size=96)).double().eval())
+    ids = torch.arange(96).view(4, 24)
+    gauge = find_gauge(model, {"input_ids": ids})
+    assert not gauge.unreached
+    conversion = convert(model, "crmsnorm", inputs={"input_ids": ids[:, :6]}, padded=padded, gauge=gauge)
+    assert worst(conversion, model, {"input_ids": ids}) < 1e-14
+
+
 def test_experts_beside_which_others_do_different_things_are_left_alone():
     model = Routed(hf.GPT2Config(vocab_size=96))
     for expert in model.experts[1::2]:

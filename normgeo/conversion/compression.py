@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift
+from normgeo.conversion.gradients import reached
 from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs, with_padding
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, rebuild, reshape
@@ -221,9 +222,8 @@ def _downstream(
         return any(k.axis == shift.axis and torch.equal(values[k], values[shift]) for k in kept)
 
     values = dict(zip(writers, parameters, strict=True))
-    idle = {shift for shift, gradient in zip(writers, moved, strict=True) if gradient is None}
-    unreached = {shift for shift in writers if shift.parameter in gauge.unreached}
-    return [s for s in writers if s in kept or (s in unreached and as_beside(s)) or (s in idle and as_tied(s))]
+    idle = {shift for shift, gradient in zip(writers, moved, strict=True) if not reached(gradient)}  # as unused experts
+    return [s for s in writers if s in kept or (s in idle and (as_beside(s) or as_tied(s)))]
 
 
 def _shift(pair: list[Any]) -> Shift:
