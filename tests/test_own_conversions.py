@@ -211,3 +211,11 @@ def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line():
 def test_a_model_without_its_weights_is_one_line():
     with pytest.raises(ModelError, match="the weights of GPT2LMHeadModel are not here"):
         find_sites(tiny("gpt2").to("meta"))
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_tie": True}, {"to": "crmsnorm"}], ids=str)
+def test_a_table_of_two_names_that_a_head_is_tied_to_is_converted(options):
+    module = built(Block)
+    module.words, module.head.weight = module.tok, module.tok.weight
+    conversion = convert(wrap(module), **options)
+    torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)

@@ -144,7 +144,8 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         return Gauge((), sites=sites, functions=functions)
     del exact  # as large as the model, in float64
     probe, gains = plain_norms(generic_copy(model, inputs).train(training), sites)
-    shared = {name: set(group) for group in tied(model) for name in group}  # the probe is untied
+    known = dict(probe.named_parameters()).keys()  # of a module that has several names one is
+    shared = {name: known & set(group) for group in tied(model) for name in group}  # the probe is untied
     return replace(_Probe(probe, sites, gains, inputs, shared).gauge(), functions=functions)
 
 
