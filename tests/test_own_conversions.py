@@ -219,3 +219,11 @@ def test_a_table_of_two_names_that_a_head_is_tied_to_is_converted(options):
     module.words, module.head.weight = module.tok, module.tok.weight
     conversion = convert(wrap(module), **options)
     torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_tied_and_no_head_is_named_where_it_cannot_stay_so():
+    module = built(Block)
+    module.blocks[0].mix.bias = module.blocks[1].norm1.bias  # of which one is centered
+    assert convert(wrap(module)).certificate.passed
+    with pytest.raises(ConversionError, match=r"mix\.bias, module.*norm1\.bias cannot stay tied: leave out keep_tie"):
+        convert(wrap(module), keep_tie=True)

@@ -386,14 +386,13 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict
         ConversionError: something else is tied, which no correction of the head helps.
     """
     heads: dict[str, nn.Module] = {}
-    for group in tied(converted):
-        if _equal(exact, group):
-            continue
+    for group in (group for group in tied(converted) if not _equal(exact, group)):
         values = {name: exact.get_parameter(name) for name in group}
-        linear = [n for n in group if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
+        matrices = [n for n in group if values[n].ndim == 2]  # biases may be tied, too
+        linear = [n for n in matrices if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
         plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
-        rest = [values[n] for n in group if n not in linear]
-        if not (rest and all(torch.allclose(p, value, rtol=1e-9, atol=1e-12) for p in plain for value in rest)):
+        pairs = [(p, values[n]) for p in plain for n in group if n not in linear]
+        if not (pairs and all(torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in pairs)):
             option = "fold_affine" if "folded" in recipe else "keep_tie"
             raise ConversionError(f"{', '.join(group)} cannot stay tied: leave out {option}")
         heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
