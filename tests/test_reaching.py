@@ -260,13 +260,24 @@ def test_inputs_of_a_large_model_are_those_that_are_given(monkeypatch):
         shallow.gauge_of(zoo.tiny("gpt2"), {"no_such_input": torch.ones(1)})
 
 
+class Shifted(nn.RMSNorm):
+    """An RMSNorm whose parameters have the names and sizes of a LayerNorm's."""
+
+    def __init__(self):
+        super().__init__(32, 1e-5)
+        self.bias = nn.Parameter(torch.full((32,), 0.1))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
 @pytest.mark.parametrize("change", ["cut", "rmsnorm"])
 def test_a_large_model_that_was_changed_is_looked_at_itself(change, monkeypatch):
     model = zoo.tiny("gpt2")
     if change == "cut":
         model.transformer.h = model.transformer.h[:1]
     else:
-        model.transformer.h[1].ln_2 = nn.RMSNorm(32, 1e-5)
+        model.transformer.h[1].ln_2 = Shifted()
     expected = convert(model)
     monkeypatch.setattr("normgeo.conversion.convert.LARGE", 0)
     found = convert(model)
