@@ -139,8 +139,9 @@ def _center(module: nn.Module, name: str, axis: int) -> None:
 
 def _give_own_class(module: nn.Module, without: Container[str] = ()) -> None:
     """Give a parametrized module a class like its own, which copies share, without what reads some parameters."""
-    cls = type(module)
-    module.__class__ = type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k not in without})
+    cls: Any = type(module)
+    kept = {name: value for name, value in vars(cls).items() if name not in without}
+    module.__class__ = type(cls.__name__, cls.__bases__, kept)  # pyright: ignore
 
 
 def _plainly_named(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
