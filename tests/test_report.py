@@ -85,6 +85,20 @@ def test_names_are_text_in_a_page(tiny, ids, tmp_path):
     assert {row[7] for row in rows_of(text) if len(row) == 11} == {"null percentile", "-"}
 
 
+@pytest.mark.parametrize(
+    "name", ["gpt *best* `c` #", "__init__", "![i](x)", "~~a~~ <http://b>", r"a\*b &amp;", "_a", "rms_norm()@1"]
+)
+def test_names_are_no_markdown(run, name, tmp_path):
+    """Neither a model's nor a site's."""
+    table, _ = run
+    frame = table.frame[table.frame.model == "embedded-layernorm"].assign(model=name)
+    renamed = AngleTable(frame.assign(site=frame.site + name), table.sinks[:0])
+    said = page(renamed, renamed.verdict(), tmp_path, []).partition("<h2>In short")[0]
+    assert not re.search(r"<(em|code|s|img|a)\b", said)
+    assert f"<h2>{html.escape(name)}</h2>" in said
+    assert said.count(html.escape(name)) == 4  # with the title, the answer and the site of most energy
+
+
 def test_a_page_is_the_same_every_time(run, tmp_path):
     _, out = run
     about = json.loads((out / "run.json").read_text())["models"].values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,11 @@ the central 95% would be outside of less."""
 GROUP_LABELS = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
+
+
+def _literal(name: str) -> str:
+    """A name as Markdown that shows it: else `__a__` would be a bold a, and `![a](b)` a picture that is fetched."""
+    return re.sub(r"[\\`*\[\]<&~#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", name)
 
 
 def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -161,8 +167,8 @@ def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
         f"- Energy: {act} {100 * s['energy']:.3f}% of the squared norm at the median site, at most "
-        f"{100 * s['top_energy']:.3f}% ({s['top_site']}).{null} Of the norm's output, gamma and beta included, "
-        f"{100 * s['post_energy']:.3f}% lies along the uniform vector.",
+        f"{100 * s['top_energy']:.3f}% ({_literal(s['top_site'])}).{null} Of the norm's output, gamma and beta "
+        f"included, {100 * s['post_energy']:.3f}% lies along the uniform vector.",
     ]
     if s["tested"]:
         lines += [
@@ -205,7 +211,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
         n = _tokens(part[part.direction == "uniform"])
-        lines += [f"## {model}", "", f"{n:,} tokens."]
+        lines += [f"## {_literal(str(model))}", "", f"{n:,} tokens."]
         if (excluded := int(part[part.direction == "uniform"].n_excluded.max())) > 0:
             lines += ["", f"Up to {excluded:,} vectors at a site were zero or not finite and are left out."]
         if len(centered := already_centered(part)):
@@ -221,7 +227,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
             lines += ["", f"Norms that read no residual stream ({', '.join(aside)}) are left out of what follows."]
         for kind, group in stream.groupby("kind", sort=False):
             of_kind = int(centered[centered.kind == kind].site.isin(group.site).sum())
-            lines += ["", *_paragraphs(str(model), str(kind), scenario(group), of_kind)]
+            lines += ["", *_paragraphs(_literal(str(model)), str(kind), scenario(group), of_kind)]
         lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks, {*stream.site})
         lines.append("")
     return "\n".join(lines)
