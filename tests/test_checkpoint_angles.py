@@ -212,6 +212,18 @@ def test_data_that_change_while_a_run_goes_on_are_refused(stopped):
     assert not (stopped / "run/parts/layernorm-00000002.parquet").exists()
 
 
+def test_what_was_measured_keeps_its_rows_where_its_checkpoint_is_gone(stopped, monkeypatch):
+    """As of a training that keeps its last ones."""
+    monkeypatch.setattr(checkpoint_angles, "draw", lambda frame, folder: None)
+    shutil.rmtree(stopped / "twins/layernorm/checkpoints/step-00000000")
+    kept, said = pd.read_parquet(stopped / "run/parts/layernorm-00000000.parquet"), []
+    frame = resume_checkpoints(stopped / "run", announce=said.append, progress=False)
+    found = [(model, step) for model, step in frame.groupby(["model", "step"]).groups]
+    assert found == [(model, step) for model in ("layernorm", "rmsnorm") for step in (0, 2, 4)]
+    assert frame[: len(kept)].equals(kept)
+    assert said[0] == "layernorm, step 0 is gone since it was measured, and keeps its rows"
+
+
 def test_nothing_is_left_where_nothing_was_measured(twins, tmp_path):
     np.save(tmp_path / "beyond.npy", np.full((4, 8), 10**6))
     for data, sites, says in (

@@ -202,6 +202,8 @@ def _recorded(out: Path) -> dict[str, Any] | None:
 def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
+    Checkpoints that are there by now are measured too. Those that are gone since they were measured keep their rows.
+
     Raises:
         RunError: it is complete or damaged, another process is at it, or the data, a tokenizer or a measured
             checkpoint are no longer those it began with, or it runs a repository's code and `trust_remote_code` does
@@ -219,7 +221,21 @@ def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **op
     check_folder(out, "--resume")
     with alone(out):
         run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
-        return _finish(find_checkpoints(where, run.revision), run, out, record, resumed=True, **options)
+        points = _with_measured(find_checkpoints(where, run.revision), out / "parts")
+        return _finish(points, run, out, record, resumed=True, **options)
+
+
+def _with_measured(found: list[Checkpoint], parts: Path) -> list[Checkpoint]:
+    """These checkpoints, and those whose tables are kept and that are gone: a training may remove its oldest ones."""
+    names, gone = {*map(_name, found)}, list[Checkpoint]()
+    for file in parts.glob("*.parquet"):
+        if file.stem not in names:
+            frame = read_table(file)
+            about, row = frame.attrs.get("about", {}), frame.iloc[0]
+            path, revision = about.get("model", ""), about.get("revision")
+            if not Path(path).exists():  # else it is called otherwise now, and is among those that were found
+                gone.append(Checkpoint(str(row.model), int(row.step), path if revision else Path(path), revision))
+    return sorted([*found, *gone], key=lambda point: (point.model, point.step))
 
 
 def _finish(
@@ -263,7 +279,7 @@ def measure_checkpoints(
         note: called with each checkpoint and its weights, tokenizer and data by hash, before it is measured.
         progress: show progress bars.
         resumed: the tables there are of this very configuration. Of a commit on the hub none is looked at again, where
-            the cache has it still: there may be hundreds to load.
+            the cache has it still: there may be hundreds to load. A checkpoint that is gone cannot be.
 
     Raises:
         ModelError: there are no checkpoints.
@@ -283,8 +299,7 @@ def measure_checkpoints(
     done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
     for number, (point, file) in enumerate(files.items(), 1):
-        commit = abouts.get(point, {}).get("revision") if resumed else None
-        if commit and commit == commit_of(point.path, point.revision):
+        if resumed and point in done and not _to_be_compared(point, abouts[point], announce):
             continue
         before = next((about for other, about in abouts.items() if other.model == point.model), None)
         of_point = replace(config, revision=point.revision)
@@ -308,6 +323,15 @@ def measure_checkpoints(
     table = pd.concat([done[point] for point in points], ignore_index=True)
     table.attrs = {}
     return table
+
+
+def _to_be_compared(point: Checkpoint, about: dict[str, Any], announce: Callable[[str], None]) -> bool:
+    """Whether a checkpoint has to be looked at again whose table is kept."""
+    if isinstance(point.path, Path) and not point.path.exists():
+        announce(f"{point.model}, step {point.step:,} is gone since it was measured, and keeps its rows")
+        return False
+    commit = about.get("revision")
+    return not commit or commit != commit_of(point.path, point.revision)
 
 
 def _whole(model: PreTrainedModel) -> PreTrainedModel:
