@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,14 @@ def test_what_was_measured_keeps_its_rows_where_its_checkpoint_is_gone(stopped, 
     assert found == [(model, step) for model in ("layernorm", "rmsnorm") for step in (0, 2, 4)]
     assert frame[: len(kept)].equals(kept)
     assert said[0] == "layernorm, step 0 is gone since it was measured, and keeps its rows"
+
+
+@pytest.mark.parametrize("changed", [{"null": 3}, {"null_every": 1}, {"seed": 1}])
+def test_tables_of_other_directions_are_not_taken_for_these(twins, tmp_path, changed):
+    point = find_checkpoints(twins / "layernorm")[:1]
+    measure_checkpoints(point, CONFIG, tmp_path / "parts", progress=False)
+    with pytest.raises(RunError, match=f"was started with another {next(iter(changed)).replace('_', ' ')}"):
+        measure_checkpoints(point, replace(CONFIG, **changed), tmp_path / "parts", progress=False)
 
 
 def test_nothing_is_left_where_nothing_was_measured(twins, tmp_path):

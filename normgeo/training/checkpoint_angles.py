@@ -55,7 +55,8 @@ __all__ = [
 STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
 REVISION = re.compile(rf"(?:.*[-_/])?{STEP.pattern}(?:[-_/].*)?")
 """Revisions tell more than the step: stage1-step1000-tokens3B."""
-MEASURED = (*SAME, "context")
+DRAWN = ("null", "null_every", "seed")
+MEASURED = (*SAME, "context", *DRAWN)
 OF_A_MODEL = ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens")
 
 
@@ -284,16 +285,14 @@ def measure_checkpoints(
     Raises:
         ModelError: there are no checkpoints.
         RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
-            weights.
+            weights, tokens or random directions.
         NormGeoError: whatever is wrong with a model or the data.
     """
     if not points:
         raise ModelError("there are no checkpoints to measure; give at least one")
     config = replace(config, data="wikipedia" if config.data is None else config.data)
-    options: dict[str, Any] = {
-        "batch": config.batch, "null": config.null, "null_every": config.null_every, "seed": config.seed,
-        "progress": progress,
-    }  # fmt: skip
+    drawn = {name: getattr(config, name) for name in DRAWN}
+    options: dict[str, Any] = {"batch": config.batch, "progress": progress} | drawn
     parts = None if parts is None else Path(parts)
     files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
     done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
@@ -305,11 +304,11 @@ def measure_checkpoints(
         of_point = replace(config, revision=point.revision)
         revision = revision_in(abouts.values())
         job = prepare(of_point, str(point.path), before=before, revision=revision, made=_whole)
-        about = job.about | {"sites": [site.key for site in job.sites]}
+        about = job.about | drawn | {"sites": [site.key for site in job.sites]}
         where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
         for other, then in abouts.items():  # a table of one model is of one text, cut in one way
             check_same(then, about, where, OF_A_MODEL if other.model == point.model else OF_A_MODEL[:1])
-        check_same(abouts.setdefault(point, about), about, where, MEASURED)
+        check_same(drawn | abouts.setdefault(point, about), about, where, MEASURED)  # earlier versions tell no drawn
         note(point, about)
         if point not in done:
             check_weights(Path(point.path))
