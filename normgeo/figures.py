@@ -18,12 +18,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
-from normgeo.rows import SINGLE, on_stream
+from normgeo.rows import SINGLE, on_stream, short_names, stack_names
 from normgeo.system.files import write_whole
 
 __all__ = [
     "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "draw", "legend", "mean_angles",
-    "plain", "right_angle", "role_words", "save", "series", "short_name", "styled", "styles", "wrapped",
+    "plain", "right_angle", "role_words", "save", "series", "styled", "styles", "wrapped",
 ]  # fmt: skip
 
 WIDTH = 6.75
@@ -115,21 +115,15 @@ def _panels(part: pd.DataFrame) -> list[tuple[str, str]]:
     return sorted(keys, key=lambda k: k[1] in SINGLE)
 
 
-def role_words(stack: str, role: str, several: bool) -> list[str]:
-    """What a role is called, and before it its stack where there are several."""
-    name = ROLE_LABELS.get(role, role)
-    return [stack.split(".")[-2] if "." in stack else stack, name] if several and stack else [name]
+def role_words(stack: str, role: str, stacks: Mapping[str, str]) -> list[str]:
+    """What a role is called, and before it its stack, where that has a name."""
+    return [*filter(None, [stacks.get(stack)]), ROLE_LABELS.get(role, role)]
 
 
-def short_name(site: str) -> str:
-    """What a norm is called in its layer: a function with which call it is, for all that a module calls go by its name.
-
-    >>> short_name("h.0.attn.rms_norm()@1"), short_name("albert.layer.0.norm@1")
-    ('rms_norm()@1', 'norm')
-    """
-    name, at, call = site.partition("@")
-    short = name.rpartition(".")[2]
-    return f"{short}{at}{call}" if short.endswith("()") else short
+def _stacks(part: pd.DataFrame) -> dict[str, str]:
+    """What the stacks of a model are called, where there are several."""
+    stacks = part["stack"].unique()
+    return stack_names(stacks) if len(stacks) > 1 else {}
 
 
 @styled
@@ -257,12 +251,13 @@ def series(part: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
     Of a table with one row for each site.
     """
+    stacks = _stacks(part)
     for stack, role in _panels(part):
         rows = part[(part["stack"] == stack) & (part.role == role)].sort_values("layer", kind="stable")
-        label, place = ": ".join(role_words(stack, role, part["stack"].nunique() > 1)), rows.groupby("layer").cumcount()
-        for number in sorted(place.unique()):
-            own = rows[place == number]
-            yield (f"{label}: {short_name(own.site.iloc[0])}" if place.any() else label), own
+        label, place = ": ".join(role_words(stack, role, stacks)), rows.groupby("layer").cumcount()
+        names = short_names(list(rows.site[rows.layer == rows.layer.mode()[0]]))  # of a layer that has the most
+        for number, name in enumerate(names):
+            yield (f"{label}: {name}" if len(names) > 1 else label), rows[place == number]
 
 
 def styles(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -308,7 +303,7 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         panels[0][0].set_yscale("symlog", linthresh=least, subs=range(2, 10))
         panels[0][0].update_datalim([(0, least)], updatex=False)
     for axes, _, part in panels:
-        stacks, widths = part["stack"].nunique() > 1, part.d.nunique() > 1
+        stacks, widths = _stacks(part), part.d.nunique() > 1
         for (stack, d), rows in part[part.direction == "null"].groupby(["stack", "d"], sort=False):
             label = ": ".join(role_words(str(stack), "random directions", stacks))
             label += f" of width {d}" if widths else ""  # a random direction has 1/d of the energy

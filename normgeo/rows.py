@@ -1,11 +1,16 @@
-"""Which rows of a table are of what: norms on the residual stream, the first of each layer, tokens without sinks."""
+"""Which rows of a table are of what: norms on the residual stream, the first of each layer, tokens without sinks.
+
+And what norms and stacks are called beside each other.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pandas as pd
 
-__all__ = ["SINGLE", "first_of_layers", "on_stream", "with_rest"]
+__all__ = ["SINGLE", "first_of_layers", "on_stream", "short_names", "stack_names", "with_rest"]
 
 SINGLE = ("embedding", "final", "head")
 """Roles of norms that no layer has."""
@@ -56,3 +61,37 @@ def with_rest(frame: pd.DataFrame, sinks: pd.DataFrame) -> pd.DataFrame:
         return frame
     keys = ["model", "site", "phase", "direction"]
     return frame.join(sinks[sinks.tokens == "rest"].set_index(keys).mean_norm.rename("rest_norm"), on=keys)
+
+
+def short_names(sites: Sequence[str]) -> list[str]:
+    """What norms of one layer are called beside each other: as much of the ends of their names as tells them apart.
+
+    Functions with which call they are, for all that a module calls go by its name.
+
+    >>> short_names(["h.0.attn.rms_norm()@1"]), short_names(["albert.layer.0.norm@1"])
+    (['rms_norm()@1'], ['norm'])
+    >>> short_names(["h.0.attn.q_norm", "h.0.attn.k_norm"]), short_names(["h.0.ff1.norm", "h.0.ff2.norm"])
+    (['q_norm', 'k_norm'], ['ff1.norm', 'ff2.norm'])
+    """
+    halves = (site.partition("@") for site in sites)
+    split = [(name.split("."), at + call if name.endswith("()") else "") for name, at, call in halves]
+    for n in range(1, max(len(parts) for parts, _ in split) + 1):
+        ends = [".".join(parts[-n:]) + call for parts, call in split]
+        if len(set(ends)) == len(ends):
+            return ends
+    return list(sites)
+
+
+def stack_names(stacks: Collection[str]) -> dict[str, str]:
+    """What stacks are called beside each other: by what their lists are in; by these where that is one; or in full.
+
+    >>> stack_names(["model.encoder.layers", "model.decoder.layers"])
+    {'model.encoder.layers': 'encoder', 'model.decoder.layers': 'decoder'}
+    >>> stack_names(["model.prelude", "model.coda"])
+    {'model.prelude': 'prelude', 'model.coda': 'coda'}
+    """
+    for place in (-2, -1):
+        names = {stack: stack.split(".")[place] if "." in stack else stack for stack in stacks}
+        if len({*names.values()}) == len(names):
+            return names
+    return {stack: stack for stack in stacks}

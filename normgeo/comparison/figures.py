@@ -23,10 +23,9 @@ from normgeo.figures import (
     plain,
     right_angle,
     role_words,
-    short_name,
     styled,
 )
-from normgeo.rows import SINGLE
+from normgeo.rows import SINGLE, short_names, stack_names
 from normgeo.system import progress
 
 __all__ = ["plot", "table"]
@@ -97,13 +96,15 @@ def _angles(pre: pd.DataFrame, post: pd.DataFrame, models: list[str]) -> Table:
     out = progress.table("norm", "layer", *models)
     theirs = pre[pre.columns[0]].isna()
     several = any(part.index.unique("stack").size > 1 for part in (pre[~theirs], pre[theirs]))
-    labels = [": ".join(role_words(stack, role, several)) for _, stack, role, _ in pre.index]
-    rows = pd.Series(list(zip(labels, pre.index.get_level_values("layer"), strict=True)))
-    for site, label, twice in zip(pre.index, labels, rows.duplicated(keep=False), strict=True):
+    stacks = stack_names(pre.index.unique("stack")) if several else {}
+    labels = [": ".join(role_words(stack, role, stacks)) for _, stack, role, _ in pre.index]
+    alike = pd.Series([str(site[0]) for site in pre.index]).groupby([labels, pre.index.get_level_values("layer")])
+    names = alike.transform(lambda sites: short_names([*sites]) if len(sites) > 1 else "")
+    for site, label, name in zip(pre.index, labels, names, strict=True):
         cells = [
             "" if np.isnan(a) else f"{a:.2f} → {b:.2f}" for a, b in zip(pre.loc[site], post.loc[site], strict=True)
         ]
-        out.add_row(f"{label}: {short_name(site[0])}" if twice else label, str(site[-1]), *cells)
+        out.add_row(f"{label}: {name}" if name else label, str(site[-1]), *cells)
     return out
 
 
@@ -135,8 +136,9 @@ def _panels(uniform: pd.DataFrame) -> dict[tuple[int, str, int], pd.DataFrame]:
 def _title(key: tuple[int, str, int], panels: dict[tuple[int, str, int], pd.DataFrame]) -> str:
     stack, role, _ = key
     lines = [ROLE_LABELS.get(role, role)]
-    if sum(panel[:2] == key[:2] for panel in panels) > 1:
-        lines.append(short_name(panels[key].site.iloc[0]))
+    alike = [panel for panel in panels if panel[:2] == key[:2]]
+    if len(alike) > 1:
+        lines.append(short_names([panels[panel].site.iloc[0] for panel in alike])[alike.index(key)])
     if len({stack for stack, _, _ in panels}) > 1:
         lines.append(f"stack {stack + 1}")
     return "\n".join(lines)
