@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
-from normgeo.rows import SINGLE, on_stream, short_names, stack_names
+from normgeo.rows import SINGLE, check_one_step, on_stream, short_names, stack_names
 from normgeo.system.files import write_whole
 
 __all__ = [
@@ -358,8 +358,9 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
     """A figure by name.
 
     Raises:
-        DataError: there is no such figure or model, nothing to draw it of, or it is of one model of several.
+        DataError: there is no such figure or model, nothing to draw it of, or it is of one model or step of several.
     """
+    check_one_step(frame)
     if kind not in KINDS:
         raise DataError(f"no figure {kind!r}; there are {', '.join(KINDS)}")
     models = list(frame.model.unique())

@@ -10,10 +10,26 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pandas as pd
 
-__all__ = ["SINGLE", "first_of_layers", "on_stream", "short_names", "stack_names", "with_rest"]
+from normgeo.errors import DataError
+
+__all__ = ["SINGLE", "check_one_step", "first_of_layers", "on_stream", "short_names", "stack_names", "with_rest"]
 
 SINGLE = ("embedding", "final", "head")
 """Roles of norms that no layer has."""
+
+
+def check_one_step(frame: pd.DataFrame) -> None:
+    """Refuse a table of several checkpoints, whose rows would be taken for those of one.
+
+    Raises:
+        DataError: it is one.
+    """
+    if "step" in frame and frame.step.nunique() > 1:
+        steps = sorted(frame.step.unique())
+        raise DataError(
+            f"the table is of {len(steps)} steps of training; choose one, as "
+            f"AngleTable(frame[frame.step == {steps[-1]}])"
+        )
 
 
 def on_stream(frame: pd.DataFrame) -> pd.DataFrame:

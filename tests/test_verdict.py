@@ -4,8 +4,9 @@ import pandas as pd
 import pytest
 from torch import nn
 
-from normgeo import measure_angles, wrap
+from normgeo import AngleTable, measure_angles, wrap
 from normgeo.angles.verdict import scenario, summary, verdict
+from normgeo.errors import DataError
 from normgeo.rows import on_stream
 
 
@@ -172,6 +173,15 @@ def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
         "| first position of a context | 100 | 85.00° | 11 |",
     ):
         assert said in text
+
+
+@pytest.mark.parametrize("use", [AngleTable.verdict, AngleTable.plot])
+def test_steps_of_training_are_not_taken_for_sites_of_one_model(frame, use):
+    steps = pd.concat([frame.assign(step=step) for step in (10, 20)])
+    with pytest.raises(DataError, match=r"2 steps of training; choose one, as .*frame.step == 20"):
+        use(AngleTable(steps))
+    if use is AngleTable.verdict:
+        assert use(AngleTable(steps[steps.step == 20])) == use(AngleTable(frame))
 
 
 def test_a_summary_is_of_before_and_after_the_norm(frame):

@@ -62,11 +62,19 @@ class AngleTable:
         return summary(self.frame)
 
     def plot(self, kind: str = "angles", model: str | None = None) -> matplotlib.figure.Figure:
-        """A figure: `angles` (of one model), `energy`, `norms` or `rotation`."""
+        """A figure: `angles` (of one model), `energy`, `norms` or `rotation`.
+
+        Raises:
+            DataError: there is no such figure or model, or nothing to draw it of; or several steps of training.
+        """
         return figures.draw(with_rest(self.frame, self.sinks), kind, model)
 
     def verdict(self) -> str:
-        """What the numbers say of *Geometry*'s two scenarios, in Markdown."""
+        """What the numbers say of *Geometry*'s two scenarios, in Markdown.
+
+        Raises:
+            DataError: there are several steps of training.
+        """
         return verdict(self.frame, self.sinks)
 
     def save(self, folder: str | Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from normgeo.rows import on_stream
+from normgeo.rows import check_one_step, on_stream
 
 __all__ = [
     "CENTERED_DEG",
@@ -207,7 +207,12 @@ def _sinks(sinks: pd.DataFrame, stream: set[str]) -> list[str]:
 
 
 def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
-    """The verdict on every model in a table, in Markdown."""
+    """The verdict on every model in a table, in Markdown.
+
+    Raises:
+        DataError: the table has several steps of training.
+    """
+    check_one_step(frame)
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
         n = _tokens(part[part.direction == "uniform"])
