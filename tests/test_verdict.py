@@ -175,6 +175,13 @@ def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
         assert said in text
 
 
+@pytest.mark.parametrize(("kept", "says"), [("phase == 'pre'", "'post'"), ("phase == 'post'", "'pre'"),
+                                            ("direction == 'null'", "'pre'")])  # fmt: skip
+def test_a_verdict_on_a_part_of_a_table_says_what_it_lacks(frame, kept, says):
+    with pytest.raises(DataError, match=f"rows of phase {says} and direction 'uniform' too; the table has none of m"):
+        AngleTable(frame.query(kept)).verdict()
+
+
 @pytest.mark.parametrize("use", [AngleTable.verdict, AngleTable.plot])
 def test_steps_of_training_are_not_taken_for_sites_of_one_model(frame, use):
     steps = pd.concat([frame.assign(step=step) for step in (10, 20)])

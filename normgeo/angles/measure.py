@@ -73,7 +73,7 @@ class AngleTable:
         """What the numbers say of *Geometry*'s two scenarios, in Markdown.
 
         Raises:
-            DataError: there are several steps of training.
+            DataError: there are several steps of training, or no angles to the uniform vector before or after norms.
         """
         return verdict(self.frame, self.sinks)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from normgeo.errors import DataError
 from normgeo.rows import check_one_step, on_stream
 
 __all__ = [
@@ -210,11 +211,17 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
     """The verdict on every model in a table, in Markdown.
 
     Raises:
-        DataError: the table has several steps of training.
+        DataError: the table has several steps of training, or a model no angles to the uniform vector before or after
+            its norms.
     """
     check_one_step(frame)
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
+        if absent := [phase for phase in ("pre", "post") if _uniform(part, phase).empty]:
+            raise DataError(
+                f"the verdict is of rows of phase {absent[0]!r} and direction 'uniform' too; the table has none of "
+                f"{model}"
+            )
         n = _tokens(part[part.direction == "uniform"])
         lines += [f"## {_literal(str(model))}", "", f"{n:,} tokens."]
         if (excluded := int(part[part.direction == "uniform"].n_excluded.max())) > 0:
