@@ -85,6 +85,19 @@ def test_scalars_of_which_some_are_gone_are_not_gone_on_with(stopped, monkeypatc
     assert json.loads((stopped / "run.json").read_text())["status"] == "complete"
 
 
+def test_scalars_that_are_gone_of_a_model_that_is_done_are_said(stopped, monkeypatch):
+    """As of one whose process was killed before it wrote the tables."""
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_results", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            resume_run(stopped, progress=False)
+    kept = (stopped / "scalars.zarr/gpt2/sites/transformer.h.0.ln_2/post/c/3/0").rename(stopped.parent / "kept")
+    with pytest.raises(RunError, match=r"post/c/3/0 is missing, of 256 tokens that were measured; put it back, "):
+        resume_run(stopped, progress=False)
+    kept.rename(stopped / "scalars.zarr/gpt2/sites/transformer.h.0.ln_2/post/c/3/0")
+    resume_run(stopped, progress=False)
+
+
 def test_scalars_whose_metadata_is_damaged_are_not_gone_on_with_either(stopped, monkeypatch):
     folder = stopped / "scalars.zarr/gpt2"
     monkeypatch.setattr(runs, "stream", lambda *_: pytest.fail("something was measured"))

@@ -304,7 +304,7 @@ def _measure(
     def begin() -> list[Span]:
         done.extend(state.restored(statistics))
         left = missing(done, job.n_tokens, job.block if job.divisible else job.n_tokens)
-        if left and writer is not None:
+        if writer is not None:
             if not done:
                 check_space(out, bytes_needed(job.sites, job.n_tokens, job.block))
                 writer.create(statistics.directions)
