@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from zoo import tiny
 from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles import job, runs, state
 from normgeo.angles.runs import RunConfig, resume_run, start_run
-from normgeo.errors import ActivationError, DataError, ModelError, RunError
+from normgeo.errors import ActivationError, DataError, ModelError, NormGeoError, RunError
 
 SMALL = {"models": ("embedded-layernorm",), "tokens": 6000, "context": 64, "batch": 4, "null": 16}
 SHORT = SMALL | {"tokens": 4000}  # three blocks and the better part of another
@@ -274,7 +275,23 @@ def test_numbers_beyond_the_machine_are_refused(name, number, error, says, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("config", [{}, [], {"models": ["m"], "later": 1}, {"models": ["m"], "batch": "8"}])
+@pytest.mark.parametrize("name", ["data", "sites", "device", "revision"])
+def test_what_is_no_text_is_refused(name, untyped):
+    """Several roles are one text, as those of the command line."""
+    with pytest.raises(NormGeoError, match=rf"--{name} must be text, received \['mlp', 'final'\]"):
+        RunConfig(("m",), **{name: ["mlp", "final"]})
+    assert RunConfig(Path("m"), sites="mlp,final").models == (Path("m"),)
+
+
+def test_a_record_without_models_is_none(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "config": {"models": ["m"]}}))
+    with pytest.raises(RunError, match=r"run\.json is no record of a run"):
+        resume_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, [], {"models": ["m"], "later": 1}, {"models": ["m"], "batch": "8"}, {"models": ["m"], "sites": 3}]
+)
 def test_a_configuration_of_another_version_is_said(config, tmp_path, untyped):
     record = {"status": "running", "models": {}, "config": config}
     (tmp_path / "run.json").write_text(json.dumps(record))

@@ -28,6 +28,8 @@ __all__ = ["SAME", "Job", "RunConfig", "check_same", "prepare", "revision_in"]
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
 DEFAULT_TOKENS = 1_000_000
+TEXTS = ("data", "device", "device_map", "sites", "revision")
+"""What is text of a configuration, of any words."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,11 @@ class RunConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.models, str):  # one, and not its letters
+        if isinstance(self.models, str | Path):  # one, and not its letters
             object.__setattr__(self, "models", (self.models,))
+        for name in TEXTS:
+            if not isinstance(value := getattr(self, name), str | Path | None):
+                raise NormGeoError(f"--{name.replace('_', '-')} must be text, received {value!r}")
         numbers = {name: getattr(self, name) for name in LEAST if getattr(self, name, None) is not None}
         check_numbers(**numbers)
         for name, value in numbers.items():

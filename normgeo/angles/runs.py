@@ -168,7 +168,7 @@ def _read(out: Path) -> dict[str, Any]:
         record = json.loads((out / "run.json").read_text())
     except ValueError as error:
         raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
-    if not isinstance(record, dict) or not {"status", "config"} <= record.keys():
+    if not isinstance(record, dict) or not {"status", "config", "models"} <= record.keys():
         raise RunError(f"{out / 'run.json'} is no record of a run; give another directory")
     return record
 
