@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import forked
 import numpy as np
@@ -171,11 +172,15 @@ def stopped(home, tmp_path, monkeypatch):
 
 
 def test_a_kill_while_parts_are_put_together_counts_none_twice(whole, stopped, monkeypatch):
-    def killed(folder):
-        raise KeyboardInterrupt
+    unlink = Path.unlink
+
+    def killed(path, **options):
+        if path.name == "1.safetensors":
+            raise KeyboardInterrupt
+        unlink(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("normgeo.angles.state.shutil.rmtree", killed)
+        patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             resume_run(stopped, progress=False)
     assert (stopped / "state/parts/gpt2/1.safetensors").is_file()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors
@@ -101,7 +101,10 @@ class State:
             done = self._added(part, statistics, done, WITHOUT)
         if parts:
             self.save(statistics, done)
-            shutil.rmtree(self.parts)
+            for part in parts:
+                part.unlink()
+            with suppress(OSError):  # a file system may show one late
+                self.parts.rmdir()
         return list(done)
 
     def _added(self, path: Path, statistics: AngleStatistics, done: Sequence[Span], otherwise: str) -> list[Span]:
