@@ -289,6 +289,17 @@ def test_a_record_without_models_is_none(tmp_path):
         resume_run(tmp_path)
 
 
+@pytest.mark.parametrize(("models", "names", "says"), [
+    ([], ["m"], r"run\.json is damaged \(its models are \[\]\)"),
+    ({"m": None}, ["m"], r"run\.json is damaged \(its models are {'m': None}\)"), ({}, [], "there is no model"),
+])  # fmt: skip
+def test_a_record_of_no_models_is_one_error(models, names, says, tmp_path):
+    record = {"status": "running", "models": models, "config": {"models": names}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RunError, match=says):
+        resume_run(tmp_path, progress=False)
+
+
 @pytest.mark.parametrize(
     "config", [{}, [], {"models": ["m"], "later": 1}, {"models": ["m"], "batch": "8"}, {"models": ["m"], "sites": 3}]
 )

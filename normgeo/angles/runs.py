@@ -158,7 +158,9 @@ def resume_run(
         return _read(out)
 
     def given(record: dict[str, Any]) -> RunConfig:
-        return RunConfig.recorded(record["config"], out / "run.json").consented(trust_remote_code, out / "run.json")
+        config = RunConfig.recorded(record["config"], out / "run.json")
+        _check_labels(config)
+        return config.consented(trust_remote_code, out / "run.json")
 
     return _run(out, ranks or Ranks.from_environment(), begin, given, announce, progress)
 
@@ -170,6 +172,9 @@ def _read(out: Path) -> dict[str, Any]:
         raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
     if not isinstance(record, dict) or not {"status", "config", "models"} <= record.keys():
         raise RunError(f"{out / 'run.json'} is no record of a run; give another directory")
+    models = record["models"]
+    if not isinstance(models, dict) or not all(isinstance(about, dict) for about in models.values()):
+        raise RunError(f"{out / 'run.json'} is damaged (its models are {models!r}); start again in another directory")
     return record
 
 
@@ -227,7 +232,6 @@ def _measured(
         if record["status"] == "new":  # only now is it known that the model and the data exist
             record.update(new_record(config))
         check_same(record["models"].setdefault(name, job.about), job.about, out)
-        (out / "state").mkdir(parents=True, exist_ok=True)
         write_json(out / "run.json", record)
         return record["models"][name]
 
