@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,10 @@ print(ops.compiled, type(ops.norm).__name__, x.mean().item(), z.mean().item())
 """
     done = run(code, cache, CXX=str(picky))
     assert done.stdout.split() == ["True", "function", "2.0", "1.0"], done.stderr
+
+
+def test_a_process_that_is_forked_while_others_load_them_does_not_wait_for_those():
+    with norm_ops._loading, warnings.catch_warnings(action="ignore"):  # from Python 3.12 on: there are threads
+        if not (child := os.fork()):
+            os._exit(0 if norm_ops._loading.acquire(timeout=5) else 1)
+        assert os.waitpid(child, 0)[1] == 0

@@ -13,6 +13,7 @@ and a launch from Python 19.
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -60,6 +61,16 @@ class Operators(NamedTuple):
 
 _loaded: Operators | None = None
 _loading = threading.Lock()
+
+
+def _forked() -> None:
+    """Who loads them while a process is forked does not do so in that, and would be waited for without an end."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 def loaded(instead: str = "computes norms in torch") -> Operators:
