@@ -14,14 +14,27 @@ from normgeo.training import figures as training_figures
 from normgeo.training.checkpoint_angles import find_checkpoints, measure_checkpoints, start_checkpoints
 
 
-@pytest.fixture
-def depths(tmp_path):
+@pytest.fixture(scope="module")
+def depths(tmp_path_factory):
     """Two steps of a model of two layers, `a`, and of one of four, `b`, and what to measure them on."""
+    tmp_path = tmp_path_factory.mktemp("depths")
     for name, layers in (("a", 2), ("b", 4)):
         for step in (1, 2):
             zoo.tiny("gpt2", step, n_layer=layers).save_pretrained(tmp_path / f"models/{name}/step-{step}")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (4, 16)))
     return tmp_path, RunConfig((), str(tmp_path / "ids.npy"), null=2, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def measured(depths):
+    folder, config = depths
+    return measure_checkpoints(find_checkpoints(folder / "models"), config, progress=False)
+
+
+@pytest.fixture
+def at_one(measured):
+    """The first step of the model of two layers."""
+    return measured[(measured.model == "a") & (measured.step == 1)]
 
 
 def test_models_of_other_depths_are_drawn_beside_each_other(depths, unrendered):
@@ -44,22 +57,18 @@ def test_models_of_other_depths_are_drawn_beside_each_other(depths, unrendered):
     assert [[text.get_text() for text in axes.get_yticklabels()] for axes in maps] == [short, deep] * 2
 
 
-def test_models_without_a_common_layer_have_no_figure_of_one(depths, unrendered):
-    folder, config = depths
-    frame = measure_checkpoints(find_checkpoints(folder / "models"), config, progress=False)
-    apart = frame[(frame.model == "b") == (frame.layer >= 2)]
+def test_models_without_a_common_layer_have_no_figure_of_one(measured, tmp_path, unrendered):
+    apart = measured[(measured.model == "b") == (measured.layer >= 2)]
     assert training_figures.middle_layer(apart) is None
-    checkpoint_angles.draw(apart, folder)
-    drawn = {path.name for path in folder.glob("*.png")}
+    checkpoint_angles.draw(apart, tmp_path)
+    drawn = {path.name for path in tmp_path.glob("*.png")}
     assert drawn == {"layers-by-steps.png"} | {f"by-step-{direction}.png" for direction in figures.COLORS}
 
 
-def test_steps_that_double_are_on_a_logarithmic_axis(depths):
+def test_steps_that_double_are_on_a_logarithmic_axis(at_one):
     """On a linear one, 1 to 512 would coincide beside 143,000; evenly spaced steps keep that."""
-    folder, config = depths
-    frame = measure_checkpoints(find_checkpoints(folder / "models")[:1], config, progress=False)
     for steps, scale in (((0, 1, 2, 4, 512, 1000, 143000), "symlog"), ((0, 1000, 2000, 3000), "linear")):
-        several = pd.concat([frame.assign(step=step) for step in steps])
+        several = pd.concat([at_one.assign(step=step) for step in steps])
         axes = training_figures.one_layer(several, 0).axes[0]
         assert axes.get_xscale() == scale
         marks = next(line for line in axes.get_lines() if len(line.get_xdata()) == len(steps))
@@ -68,11 +77,9 @@ def test_steps_that_double_are_on_a_logarithmic_axis(depths):
 
 
 @pytest.mark.parametrize("models", [1, 8])
-def test_labels_of_many_models_and_long_names_lie_beside_each_other(depths, models):
-    folder, config = depths
-    frame = measure_checkpoints(find_checkpoints(folder / "models")[:1], config, progress=False)
+def test_labels_of_many_models_and_long_names_lie_beside_each_other(at_one, models):
     names = [f"sweeps/2026-11/gpt2-lr3e-4-warmup500-$seed$-{k}" for k in range(models)]
-    several = pd.concat([frame.assign(step=143_000 * k // 25) for k in range(26)])
+    several = pd.concat([at_one.assign(step=143_000 * k // 25) for k in range(26)])
     several = pd.concat([several.assign(model=name) for name in names])
     one, every, maps = (
         training_figures.one_layer(several, 0), training_figures.all_layers(several, "uniform"),

@@ -98,8 +98,7 @@ def test_in_half_precision_writers_keep_the_sums_that_stand_for_what_was_dropped
     assert not kept.movedim(axis, 1)[5].any()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "padded"), [(torch.float16, False), (torch.bfloat16, True)], ids=str)
 def test_in_half_precision_crmsnorm_is_off_by_little_more_than_its_original(dtype, padded):
     shape = {"hidden_size": 1024, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     torch.manual_seed(0)
