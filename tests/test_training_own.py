@@ -115,7 +115,7 @@ def swapped():
 )
 def test_a_model_is_not_kept_as_another_and_trains_without_a_folder(given, says, tmp_path):
     """Its checkpoints would load as what its class makes of its configuration."""
-    with pytest.raises(NormGeoError, match=f"{says}.*; train it without a folder, and save it yourself"):
+    with pytest.raises(NormGeoError, match=f"{says}.*; train it without a folder, and save it yourself$"):
         trained("layernorm", small(steps=2), tmp_path / "run", model=given())
     assert not (tmp_path / "run").exists()
     curve = trained("layernorm", small(steps=2, evaluate_every=2), model=given(), held_out=text_like(64))[1]

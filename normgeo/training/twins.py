@@ -136,9 +136,7 @@ def kept_like(
         like = _empty(model)
     except TypeError as error:
         name = type(model).__name__
-        raise NormGeoError(
-            f"{name} is not made of its configuration alone ({error}); {ELSEWHERE} it yourself"
-        ) from error
+        raise NormGeoError(f"{name} is not made of its configuration alone ({error}); {ELSEWHERE}") from error
     if given and norm in ("layernorm", "rmsnorm"):
         _check_class(model, like)
     elif given:
