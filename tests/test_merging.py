@@ -183,7 +183,7 @@ def test_state_dict_round_trip_continues_where_it_stopped():
     through = fed(x[:32], start=0)
     saved = {k: v.clone() for k, v in through.state_dict().items()}
     resumed = AngleStatistics([site(12)], {12: Directions.seeded(12, 8)}, null_every=1)
-    resumed.load_state_dict(saved)
+    resumed.add_state_dict(saved)
     equal(resumed.state_dict(), saved)
     for statistics in (through, resumed):
         feed(statistics, x[32:], x[32:], np.full((1, 32), 5), 32)

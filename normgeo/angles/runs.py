@@ -28,7 +28,7 @@ from normgeo.angles.job import Job, RunConfig, check_same, prepare, revision_in
 from normgeo.angles.measure import AngleTable, check_seen, new_statistics
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
-from normgeo.angles.state import Span, State, joined, missing
+from normgeo.angles.state import Span, State, joined, missing, n_tokens
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
@@ -318,7 +318,7 @@ def _measure(
         return left
 
     mine = joined((start, stop) for start, stop in ranks.share(ranks.first("left", begin)))
-    others = job.n_tokens - sum(stop - start for start, stop in mine)
+    others = job.n_tokens - n_tokens(mine)
     with progress_bar(job.label, job.n_tokens, done=others, enabled=progress and not ranks.rank) as advance:
         for batch, whole in _blocks(config, job, mine, statistics):
             done = joined([*done, (batch.start, batch.start + batch.n_tokens)])
@@ -365,7 +365,7 @@ def _measured_what(config: RunConfig, job: Job) -> str:
 
 def _plan(config: RunConfig, job: Job, left: Sequence[Span], processes: int) -> str:
     """One line: what will be measured, and what that will cost from now on."""
-    n_left = sum(stop - start for start, stop in left)
+    n_left = n_tokens(left)
     begun = n_left < job.n_tokens
     disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not begun else 0
     done = f", of which {job.n_tokens - n_left:,} are done," if begun else ""

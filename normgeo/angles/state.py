@@ -19,7 +19,7 @@ from torch import Tensor
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.system.files import unreadable, write_whole
 
-__all__ = ["Span", "State", "joined", "missing"]
+__all__ = ["Span", "State", "joined", "missing", "n_tokens"]
 
 Span = tuple[int, int]
 """Tokens: from that of the first number up to that of the second."""
@@ -43,14 +43,19 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def missing(done: Iterable[Span], n_tokens: int, block: int) -> list[Span]:
+def n_tokens(spans: Iterable[Span]) -> int:
+    """How many tokens these spans are of, none twice."""
+    return sum(stop - start for start, stop in spans)
+
+
+def missing(done: Iterable[Span], whole: int, block: int) -> list[Span]:
     """What is left of so many tokens, in order and divided where a block ends.
 
     >>> missing([(2, 4), (6, 7)], 9, 4)
     [(0, 2), (4, 6), (7, 8), (8, 9)]
     """
     out, begin = [], 0
-    for start, stop in [*joined(done), (n_tokens, n_tokens)]:
+    for start, stop in [*joined(done), (whole, whole)]:
         while begin < start:
             end = min(start, begin - begin % block + block)
             out.append((begin, end))
@@ -105,6 +110,7 @@ class State:
                 part.unlink()
             with suppress(OSError):  # a file system may show one late
                 self.parts.rmdir()
+                self.parts.parent.rmdir()
         return list(done)
 
     def _added(self, path: Path, statistics: AngleStatistics, done: Sequence[Span], otherwise: str) -> list[Span]:
@@ -115,16 +121,12 @@ class State:
                 raise ValueError("its checksum is wrong")
             spans = [(int(start), int(stop)) for start, stop in json.loads(about["tokens_done"])]
             if (both := joined([*done, *spans])) != list(done):
-                if _size(both) != _size(done) + _size(spans):
+                if n_tokens(both) != n_tokens(done) + n_tokens(spans):
                     raise ValueError("some of its tokens were measured elsewhere too")
                 statistics.add_state_dict(state)
         except (safetensors.SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise unreadable(path, error, otherwise) from error
         return both
-
-
-def _size(spans: Iterable[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
 
 
 def _checksum(state: Mapping[str, Tensor], tokens_done: str, of: str) -> str:

@@ -305,8 +305,3 @@ class AngleStatistics:
                 if (more := saved.get(f"carried_{name}")) is not None:
                     over += more.to(self.home)
                 settle(mine, over)
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Continue from a `state_dict`."""
-        self.clear()
-        self.add_state_dict(saved)
