@@ -71,9 +71,14 @@ class Forked:
         return self.process.exitcode
 
     def until(self, there, seconds=300):
-        """Wait for something, which the process must be alive to see."""
+        """Wait for something, which the process must be alive to see: a folder may go while it is searched."""
+
+        def seen():
+            with contextlib.suppress(FileNotFoundError):
+                return there()
+
         end = time.monotonic() + seconds
-        while not there():
+        while not seen():
             assert self.returncode is None, f"it ended with {self.returncode}: {self.stderr}"
             assert time.monotonic() < end, f"nothing for {seconds} s: {self.stderr}"
             time.sleep(0.001)
