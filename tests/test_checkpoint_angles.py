@@ -16,12 +16,8 @@ from normgeo.angles.runs import RunConfig
 from normgeo.errors import ModelError, NormGeoError, RunError
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
-from normgeo.training.checkpoint_angles import (
-    find_checkpoints,
-    measure_checkpoints,
-    resume_checkpoints,
-    start_checkpoints,
-)
+from normgeo.training.checkpoint_angles import measure_checkpoints, resume_checkpoints, start_checkpoints
+from normgeo.training.checkpoints import find_checkpoints
 from normgeo.training.corpus import Shuffled
 from normgeo.training.recipe import recipe_for
 from normgeo.training.train import train
@@ -101,11 +97,11 @@ def test_records_of_another_version_are_said(record, twins, tmp_path):
 def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monkeypatch, rendered):
     out, real, seen = tmp_path / "run", checkpoint_angles._measured, []
 
-    def measured(point, config, progress):
+    def measured(point, *given):
         seen.append((point.model, point.step))
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return real(point, config, progress)
+        return real(point, *given)
 
     monkeypatch.setattr(checkpoint_angles, "_measured", measured)
     with pytest.raises(KeyboardInterrupt):
@@ -208,7 +204,7 @@ def test_data_that_change_while_a_run_goes_on_are_refused(stopped):
     shutil.rmtree(stopped / "twins/layernorm/checkpoints/step-00000000")  # what was measured is gone but for one
     (stopped / "run/parts/layernorm-00000002.parquet").rename(stopped / "run/parts/rmsnorm-00000004.parquet")
     (stopped / "text.txt").write_text("Another text that is long enough. " * 40)
-    with pytest.raises(RunError, match=r"layernorm, step 2\) was started with another data"):
+    with pytest.raises(RunError, match=r"rmsnorm, step 4\) was started with another data"):
         resume_checkpoints(stopped / "run", progress=False)
     assert not (stopped / "run/parts/layernorm-00000002.parquet").exists()
 

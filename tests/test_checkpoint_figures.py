@@ -11,7 +11,8 @@ from normgeo import figures
 from normgeo.angles.runs import RunConfig
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
-from normgeo.training.checkpoint_angles import find_checkpoints, measure_checkpoints, start_checkpoints
+from normgeo.training.checkpoint_angles import measure_checkpoints, start_checkpoints
+from normgeo.training.checkpoints import find_checkpoints
 
 
 @pytest.fixture(scope="module")

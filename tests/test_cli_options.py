@@ -61,7 +61,8 @@ def test_angles(called):
     assert given == ((config, Path("here")), {"ranks": Ranks()})
     config = RunConfig((), qk=True, trust_remote_code=True, **ANGLES)
     of = words(ANGLES, "--checkpoints", "x", "--qk", "--trust-remote-code", "--out", "here")
-    assert called(checkpoint_angles, "start_checkpoints", "angles", *of) == (("x", config, Path("here")), {})
+    given = called(checkpoint_angles, "start_checkpoints", "angles", *of)
+    assert given == (("x", config, Path("here")), {"ranks": Ranks()})
 
 
 def test_angles_of_a_store(called):

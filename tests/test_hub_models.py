@@ -14,8 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.errors import ModelError
 from normgeo.models import weights_digest
-from normgeo.training import checkpoint_angles
-from normgeo.training.checkpoint_angles import find_checkpoints
+from normgeo.training import checkpoints
+from normgeo.training.checkpoints import find_checkpoints
 
 NAMES = ("main", "stage1-step2-tokens1B", "stage1-step10-tokens5B", "stage2-step10-tokens6B")
 
@@ -110,7 +110,7 @@ def test_models_of_the_hub_by_revision_and_all_of_its_steps(checkouts, tmp_path)
 
 def test_steps_among_revisions(monkeypatch, tmp_path):
     names = ["main", "step0", "step512", "step143000", "v1.0", "global_step7", "checkpoint-9/extra", "footstep-x"]
-    monkeypatch.setattr(checkpoint_angles, "revisions", lambda repository: names)
+    monkeypatch.setattr(checkpoints, "revisions", lambda repository: names)
     found = find_checkpoints("org/model")
     assert [(p.step, p.revision) for p in found] == [
         (0, "step0"), (7, "global_step7"), (9, "checkpoint-9/extra"), (512, "step512"), (143000, "step143000"),

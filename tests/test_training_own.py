@@ -15,12 +15,8 @@ from normgeo.angles.runs import RunConfig
 from normgeo.comparison.compare import compare_run
 from normgeo.errors import DataError, ModelError, NormGeoError, RunError
 from normgeo.training import train as training
-from normgeo.training.checkpoint_angles import (
-    find_checkpoints,
-    measure_checkpoints,
-    resume_checkpoints,
-    start_checkpoints,
-)
+from normgeo.training.checkpoint_angles import measure_checkpoints, resume_checkpoints, start_checkpoints
+from normgeo.training.checkpoints import find_checkpoints
 from normgeo.training.runs import TrainConfig, resume_training, start_training
 from normgeo.training.twins import build_twin
 

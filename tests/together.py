@@ -11,15 +11,19 @@ from normgeo.angles import job
 from normgeo.system.ranks import Ranks
 
 
-def by_ranks(size, do):
-    """What `do(ranks=...)` gives in each of several ranks. They are threads, except that models are loaded in turn."""
+def by_ranks(size, do, alike=True):
+    """What `do(ranks=...)` gives in each of several ranks. They are threads, except that models are loaded in turn.
+
+    Where they are alike all load as many, and nobody measures while another loads.
+    """
     meeting, loading, loaded, load_model = HashStore(), threading.Lock(), threading.Barrier(size), job.load_model
 
     def load(*args, **options):
         with loading:  # transformers changes what is global meanwhile
             model = load_model(*args, **options)
         with suppress(threading.BrokenBarrierError):
-            loaded.wait(200)
+            if alike:
+                loaded.wait(200)
         return model
 
     def done(rank):

@@ -17,7 +17,7 @@ import json
 import platform
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from normgeo.system.versions import command_line, versions
 from normgeo.tokens import TokenBatch
 
 __all__ = [
-    "RunConfig", "new_record", "now", "resume_run", "run_name", "safe_name", "start_run", "write_results",
+    "RunConfig", "as_begun", "begun", "new_record", "now", "resume_run", "run_name", "safe_name", "start_run",
+    "write_results",
 ]  # fmt: skip
 
 
@@ -87,24 +88,37 @@ def start_run(
             held.enter_context(nothing_left(out, lambda _: any(out.glob("state/*.safetensors"))))
         return {"status": "new", "models": {}, "config": asdict(config)}
 
-    def given(record: dict[str, Any]) -> RunConfig:
-        first = RunConfig.recorded(record["config"], out)
-        check_same({"config": asdict(first)}, {"config": asdict(config)}, out, ("config",))
-        return config
-
-    return _run(out, ranks, begin, given, announce, progress)
+    with begun(ranks, begin, lambda record: as_begun(record, config, out)) as (record, run):
+        return _execute(run, out, record, ranks, announce, progress)
 
 
-def _run(
-    out: Path, ranks: Ranks, begin: Callable[[ExitStack], dict[str, Any]], given: Callable[[dict[str, Any]], RunConfig],
-    announce: Callable[[str], None], progress: bool,
-) -> AngleTable | None:  # fmt: skip
-    """What the first process has begun, done by all; while they are at it no others write there."""
+@contextmanager
+def begun(
+    ranks: Ranks, begin: Callable[[ExitStack], dict[str, Any]], given: Callable[[dict[str, Any]], RunConfig]
+) -> Iterator[tuple[dict[str, Any], RunConfig]]:
+    """What the first process has begun, to be done by all.
+
+    Args:
+        ranks: this process among them.
+        begin: what the first does: the record of what is to be done. What it enters is held while they are at it.
+        given: what of it this process is to do.
+    """
     with ranks.heard(), ExitStack() as held, ranks.told_to_end():
         record = ranks.first("begun", lambda: begin(held))
         config = given(record)
         ranks.take_gpu(config.device, config.device_map)
-        return _execute(config, out, record, ranks, announce, progress)
+        yield record, config
+
+
+def as_begun(record: dict[str, Any], config: RunConfig, out: Path) -> RunConfig:
+    """What this process was given, which must be what the first one was.
+
+    Raises:
+        RunError: it is not.
+    """
+    first = RunConfig.recorded(record["config"], out)
+    check_same({"config": asdict(first)}, {"config": asdict(config)}, out, ("config",))
+    return config
 
 
 def _check_labels(config: RunConfig) -> None:
@@ -162,7 +176,9 @@ def resume_run(
         _check_labels(config)
         return config.consented(trust_remote_code, out / "run.json")
 
-    return _run(out, ranks or Ranks.from_environment(), begin, given, announce, progress)
+    ranks = ranks or Ranks.from_environment()
+    with begun(ranks, begin, given) as (record, config):
+        return _execute(config, out, record, ranks, announce, progress)
 
 
 def _read(out: Path) -> dict[str, Any]:

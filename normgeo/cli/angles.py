@@ -90,11 +90,12 @@ def angles(
         options = {"trust_remote_code": trust_remote_code, "announce": note}
         with _resumable(resume, trust_remote_code):
             if checkpoint_angles.is_of_checkpoints(resume):
-                check_alone("angles --checkpoints")
-            if (steps := checkpoint_angles.resume_checkpoints(resume, **options)) is not None:
-                _summary(steps, resume)
-            elif (measured := runs.resume_run(resume, **options)) is not None:
-                _summary(measured.frame, resume)
+                frame = checkpoint_angles.resume_checkpoints(resume, **options)
+            else:
+                measured = runs.resume_run(resume, **options)
+                frame = None if measured is None else measured.frame
+        if frame is not None:
+            _summary(frame, resume)
         return
     if models and checkpoints is not None:
         raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
@@ -105,17 +106,18 @@ def angles(
         device_map=device_map, sites=sites, qk=qk, keep=keep, revision=revision, trust_remote_code=trust_remote_code,
         **{name: value for name, value in drawn.items() if value is not None},
     )  # fmt: skip
+    ranks = Ranks.from_environment()
     if checkpoints is not None:
         refuse_beside(
             given, "--checkpoints", "--data", "--tokens", "--context", "--batch", "--dtype", "--device", "--device-map",
             "--null", "--null-every", "--seed", "--sites", "--qk", "--revision", "--trust-remote-code", "--out",
         )  # fmt: skip
-        check_alone("angles --checkpoints")
         name = f"{Path(checkpoints).resolve().name}-checkpoints"
-        with claimed(out, name) as where, _resumable(where, trust_remote_code):
-            _summary(checkpoint_angles.start_checkpoints(checkpoints, config, where, announce=note), where)
+        with claimed(out, name, ranks) as where, _resumable(where, trust_remote_code):
+            frame = checkpoint_angles.start_checkpoints(checkpoints, config, where, ranks=ranks, announce=note)
+        if frame is not None:
+            _summary(frame, where)
         return
-    ranks = Ranks.from_environment()
     with claimed(out, runs.run_name(names), ranks) as where, _resumable(where, trust_remote_code):
         measured = runs.start_run(config, where, ranks=ranks, announce=note)
     if measured is not None:

@@ -58,7 +58,7 @@ def check_alone(command: str) -> None:
         raise SystemExit(1)
     raise NormGeoError(
         f"{command} is done by one process, and {os.environ['WORLD_SIZE']} were launched; what several do together is "
-        "angles MODEL, capture and train"
+        "angles of models and of checkpoints, capture and train"
     )
 
 

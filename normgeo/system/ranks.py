@@ -100,8 +100,9 @@ class Ranks:
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", "0")), store)
 
     def share(self, of: Sequence[T]) -> Sequence[T]:
-        """The part of this process: neighbours stay together, and parts are equal to one."""
-        return of[len(of) * self.rank // self.size : len(of) * (self.rank + 1) // self.size]
+        """The part of this process: neighbours stay together, parts are equal to one, and the first's is a longest."""
+        start, stop = (-(-len(of) * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return of[start:stop]
 
     def first(self, name: str, do: Callable[[], T]) -> T:
         """What the first process gets from `do`, in all of them; as JSON holds it.

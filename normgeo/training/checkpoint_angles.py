@@ -1,8 +1,9 @@
 """`normgeo angles --checkpoints`: the angles of every checkpoint of a training (*Geometry* section 3.3).
 
-run.json                  what is measured on what: configuration, checkpoints and data by hash, versions, command line
+run.json                  what is measured on what: configuration, versions and command line; at the end checkpoints and
+                          data by hash
 parts/<model>-<step>.parquet    one per checkpoint that is done, with what it was measured on: what a resumed run does
-                          not do again
+                          not do again, and what the others of several processes have measured
 angles.parquet            all of them, with a column `step`
 figures/                  angles by step, of every layer and of the middle one of those that all models have,
                           and a map of layers by steps
@@ -10,13 +11,10 @@ figures/                  angles by step, of every layer and of the middle one o
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import os
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ from transformers import PreTrainedModel
 from normgeo import figures
 from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare, revision_in
 from normgeo.angles.measure import measure_angles
-from normgeo.angles.runs import new_record, now, safe_name
+from normgeo.angles.runs import as_begun, begun, new_record, now, safe_name
 from normgeo.conversion.convert import decompress
 from normgeo.converted import is_compressed
 from normgeo.errors import ModelError, RunError
-from normgeo.hub import revisions
 from normgeo.loading import commit_of
 from normgeo.models import on_cpu
 from normgeo.rows import SINGLE
@@ -44,147 +41,56 @@ from normgeo.system.files import (
     write_whole,
 )  # fmt: skip
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
+from normgeo.system.ranks import Ranks
+from normgeo.tokens import on_hub
 from normgeo.training import figures as training_figures
+from normgeo.training.checkpoints import Checkpoint, find_checkpoints, is_on_hub
 from normgeo.training.state import check_weights
 
-__all__ = [
-    "Checkpoint", "draw", "find_checkpoints", "is_of_checkpoints", "measure_checkpoints", "resume_checkpoints",
-    "start_checkpoints",
-]  # fmt: skip
+__all__ = ["draw", "is_of_checkpoints", "measure_checkpoints", "resume_checkpoints", "start_checkpoints"]
 
-STEP = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
-REVISION = re.compile(rf"(?:.*[-_/])?{STEP.pattern}(?:[-_/].*)?")
-"""Revisions tell more than the step: stage1-step1000-tokens3B."""
 DRAWN = ("null", "null_every", "seed")
 MEASURED = (*SAME, "context", *DRAWN)
 OF_A_MODEL = ("data_sha256", "tokenizer_sha256", "packing", "context", "n_tokens")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model after so many steps of training, and the name of what is trained.
-
-    Attributes:
-        model: the name.
-        step: how many steps.
-        path: what it is loaded from: a directory, or a repository of the hub.
-        revision: of the repository.
-    """
-
-    model: str
-    step: int
-    path: Path | str
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path}@{self.revision}" if self.revision else str(self.path)
-
-
-def find_checkpoints(where: Path | str, chosen: str | None = None) -> list[Checkpoint]:
-    """The checkpoints below a directory, or among the revisions of a repository of the hub.
-
-    Args:
-        where: a directory, below which they are those of `normgeo train`, or any directories named step-N or
-            checkpoint-N. Models are called what the directory around their checkpoints is, and where several are called
-            so, by their path. Else a hub id, whose branches and tags have such names, alone or among others
-            (step1000-tokens4B).
-        chosen: of a repository only these revisions: names or patterns with commas between.
-
-    Raises:
-        ModelError: there are none, or two have one name and one step.
-    """
-    if _on_hub(where):
-        found = _revisions(str(where), chosen)
-    elif chosen:
-        raise ModelError(f"{where} is on this machine, where it has no revision {chosen!r}: leave out --revision")
-    else:
-        found = _below(Path(where))
-    taken: dict[tuple[str, int], Checkpoint] = {}
-    for point in found:
-        if other := taken.get((point.model, point.step)):
-            which = ", by --revision" if point.revision else ""
-            raise ModelError(f"{point} and {other} have the same name and step; measure them apart{which}")
-        taken[point.model, point.step] = point
-    return sorted(found, key=lambda point: (point.model, point.step))
-
-
-def _on_hub(where: Path | str) -> bool:
-    return isinstance(where, str) and not Path(where).exists() and not Path(where).is_absolute()
-
-
-def _revisions(repository: str, chosen: str | None) -> list[Checkpoint]:
-    names = revisions(repository)
-    steps = {name: int(number[1]) for name in names if (number := REVISION.fullmatch(name))}
-    patterns = [pattern.strip() for pattern in chosen.split(",")] if chosen else ["*"]
-    for pattern in patterns:
-        if not fnmatch.filter(steps, pattern):
-            other = f"; {pattern} is a revision without a step in its name" if pattern in names else ""
-            raise ModelError(
-                f"no revision of {repository} that is {pattern!r} is named as a step of training is (step1000), of "
-                f"{len(names)}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}{other}"
-            )
-    wanted = {name for pattern in patterns for name in fnmatch.filter(steps, pattern)}
-    return [Checkpoint(repository, step, repository, name) for name, step in steps.items() if name in wanted]
-
-
-def _below(folder: Path) -> list[Checkpoint]:
-    paths = [(path, STEP.fullmatch(path.name)) for path in sorted(_with_configuration(folder))]
-    homes = {
-        path: path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        for path, number in paths
-        if number and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    }
-    names = _names(set(homes.values()), folder)
-    found = [Checkpoint(names[homes[path]], int(number[1]), path) for path, number in paths if number and path in homes]
-    if not found:
-        raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
-    return found
-
-
-def _names(homes: set[Path], folder: Path) -> dict[Path, str]:
-    """What the models in these directories are called."""
-    short = {home: home.resolve().name for home in homes}
-    several = {name for name in short.values() if list(short.values()).count(name) > 1}
-    below = {home: home.relative_to(folder).as_posix() if home.is_relative_to(folder) else "." for home in homes}
-    return {home: below[home] if name in several and below[home] != "." else name for home, name in short.items()}
-
-
-def _with_configuration(folder: Path) -> Iterator[Path]:
-    """The directories below this one that hold a config.json, through links too, each once."""
-    seen = set()
-    for name, inside, files in os.walk(folder, followlinks=True):
-        home = Path(name).resolve()
-        if home in seen:
-            inside.clear()  # a link back, or a second one
-        elif "config.json" in files:
-            yield Path(name)
-        elif STEP.fullmatch(Path(name).name) and any(file.endswith(".safetensors") for file in files):
-            warnings.warn(f"{name} holds weights and no config.json: it is left out", stacklevel=2)
-        seen.add(home)
-
-
-def start_checkpoints(where: Path | str, config: RunConfig, out: str | Path, **options: Any) -> pd.DataFrame:
+def start_checkpoints(
+    where: Path | str, config: RunConfig, out: str | Path, *, ranks: Ranks | None = None, **options: Any
+) -> pd.DataFrame | None:
     """Measure every checkpoint that `find_checkpoints` finds, in a new directory; see `measure_checkpoints`.
+
+    By as many processes as there are, each of which measures its share of the checkpoints.
 
     Args:
         where: a directory, or a hub id.
         config: as for one model; of a repository `revision` says which are chosen.
-        out: the new directory.
+        out: the new directory, on a file system that all the processes share.
+        ranks: this process among them; those that `torchrun` started, unless said.
         **options: of `measure_checkpoints`.
+
+    Returns:
+        The table, in the first process.
 
     Raises:
         RunError: the directory holds something, another process writes it, or the disk is full.
         NormGeoError: whatever is wrong with a model or the data.
     """
-    check_folder(out := Path(out))
-    with alone(out):
+    out, config, ranks = Path(out), config.absolute(), ranks or Ranks.from_environment()
+
+    def begin(held: ExitStack) -> dict[str, Any]:
+        check_folder(out)
+        held.enter_context(alone(out))
         if taken(out):
             hint = f", or --resume {out}" if status_in(out / "run.json") == "running" else ""
             raise RunError(f"{out} exists already; give another --out{hint}")
-        points, config = find_checkpoints(where, config.revision), config.absolute()
-        record = new_record(config) | {"checkpoints": str(where if _on_hub(where) else Path(where).absolute())}
-        with nothing_left(out, lambda _: any(out.glob("parts/*.parquet"))):
-            return _finish(points, config, out, record, **options)
+        points = find_checkpoints(where, config.revision)
+        if ranks.size == 1:  # others may be writing
+            held.enter_context(nothing_left(out, lambda _: any(out.glob("parts/*.parquet"))))
+        record = new_record(config) | {"checkpoints": str(where if is_on_hub(where) else Path(where).absolute())}
+        return record | {"points": [point.described for point in points]}
+
+    with begun(ranks, begin, lambda record: as_begun(record, config, out)) as (record, run):
+        return _finish(record, run, out, ranks, **options)
 
 
 def is_of_checkpoints(out: str | Path) -> bool:
@@ -200,10 +106,13 @@ def _recorded(out: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "checkpoints" in record else None
 
 
-def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **options: Any) -> pd.DataFrame | None:
+def resume_checkpoints(
+    out: str | Path, *, trust_remote_code: bool = False, ranks: Ranks | None = None, **options: Any
+) -> pd.DataFrame | None:
     """Finish what `start_checkpoints` began in a directory; None where it began something else.
 
     Checkpoints that are there by now are measured too. Those that are gone since they were measured keep their rows.
+    By any number of processes, whatever the number of those that began it; the table is the first one's.
 
     Raises:
         RunError: it is complete or damaged, another process is at it, or the data, a tokenizer or a measured
@@ -211,19 +120,29 @@ def resume_checkpoints(out: str | Path, *, trust_remote_code: bool = False, **op
             not say so now.
     """
     out = Path(out)
-    if (record := _recorded(out)) is None:
+    if _recorded(out) is None:
         return None
-    try:
-        status, where, config = record["status"], str(record["checkpoints"]), record["config"]
-    except (KeyError, TypeError) as error:
-        raise unreadable(out / "run.json", error, "start again in another directory") from error
-    if status == "complete":
-        raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-    check_folder(out, "--resume")
-    with alone(out):
+    ranks = ranks or Ranks.from_environment()
+
+    def begin(held: ExitStack) -> dict[str, Any]:
+        record = _recorded(out) or {}
+        try:
+            status, where, config = record["status"], str(record["checkpoints"]), record["config"]
+        except (KeyError, TypeError) as error:
+            raise unreadable(out / "run.json", error, "start again in another directory") from error
+        if status == "complete":
+            raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
+        check_folder(out, "--resume")
+        held.enter_context(alone(out))
         run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
         points = _with_measured(find_checkpoints(where, run.revision), out / "parts")
-        return _finish(points, run, out, record, resumed=True, **options)
+        return record | {"points": [point.described for point in points]}
+
+    def given(record: dict[str, Any]) -> RunConfig:
+        return RunConfig.recorded(record["config"], out).consented(trust_remote_code, out / "run.json")
+
+    with begun(ranks, begin, given) as (record, run):
+        return _finish(record, run, out, ranks, resumed=True, **options)
 
 
 def _with_measured(found: list[Checkpoint], parts: Path) -> list[Checkpoint]:
@@ -235,23 +154,25 @@ def _with_measured(found: list[Checkpoint], parts: Path) -> list[Checkpoint]:
             about, row = frame.attrs.get("about", {}), frame.iloc[0]
             path, revision = about.get("model", ""), about.get("revision")
             if not Path(path).exists():  # else it is called otherwise now, and is among those that were found
-                gone.append(Checkpoint(str(row.model), int(row.step), path if revision else Path(path), revision))
+                gone.append(Checkpoint(str(row.model), int(row.step), path, revision))
     return sorted([*found, *gone], key=lambda point: (point.model, point.step))
 
 
-def _finish(
-    points: list[Checkpoint], config: RunConfig, out: Path, record: dict[str, Any], **options: Any
-) -> pd.DataFrame:
-    models: dict[str, Any] = record.setdefault("models", {})
+def _finish(record: dict[str, Any], config: RunConfig, out: Path, ranks: Ranks, **options: Any) -> pd.DataFrame | None:
+    points = [Checkpoint(**point) for point in record["points"]]
+    record = {key: value for key, value in record.items() if key != "points"}
 
-    def note(point: Checkpoint, about: dict[str, Any]) -> None:
-        models[_name(point)] = about
-        with disk_explained(out):
-            out.mkdir(parents=True, exist_ok=True)
-            write_json(out / "run.json", record)
+    def note() -> None:  # only now is it known that a model and the data exist
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "run.json", record)
 
     with disk_explained(out):
-        frame = measure_checkpoints(points, config, out / "parts", note=note, **options)
+        frames = _frames(points, config, out / "parts", ranks, lambda: ranks.first("noted", note), **options)
+        ranks.done("measured")
+        if ranks.rank:
+            return None
+        record["models"] = {_name(point): frame.attrs["about"] for point, frame in frames.items()}
+        frame = _table(frames)
         write_whole(out / "angles.parquet", frame.to_parquet(None, index=False))
         with whole_directory(out / "figures", replace=True) as scratch:
             draw(frame, scratch)
@@ -259,14 +180,12 @@ def _finish(
     return frame
 
 
-@on_cpu
 def measure_checkpoints(
     points: list[Checkpoint],
     config: RunConfig,
     parts: str | Path | None = None,
     *,
     announce: Callable[[str], None] = lambda line: None,
-    note: Callable[[Checkpoint, dict[str, Any]], None] = lambda point, about: None,
     progress: bool = True,
     resumed: bool = False,
 ) -> pd.DataFrame:
@@ -277,7 +196,6 @@ def measure_checkpoints(
         config: data, tokens and directions, as for one model.
         parts: keep every checkpoint's table here, and do not measure those that are there.
         announce: called with a line for each checkpoint.
-        note: called with each checkpoint and its weights, tokenizer and data by hash, before it is measured.
         progress: show progress bars.
         resumed: the tables there are of this very configuration. Of a commit on the hub none is looked at again, where
             the cache has it still: there may be hundreds to load. A checkpoint that is gone cannot be.
@@ -288,40 +206,107 @@ def measure_checkpoints(
             weights, tokens or random directions.
         NormGeoError: whatever is wrong with a model or the data.
     """
+    options: dict[str, Any] = {"announce": announce, "progress": progress, "resumed": resumed}
+    return _table(_frames(points, config, None if parts is None else Path(parts), Ranks(), lambda: None, **options))
+
+
+def _table(frames: dict[Checkpoint, pd.DataFrame]) -> pd.DataFrame:
+    table = pd.concat(frames.values(), ignore_index=True)
+    table.attrs = {}
+    return table
+
+
+@on_cpu
+def _frames(
+    points: list[Checkpoint], config: RunConfig, parts: Path | None, ranks: Ranks, note: Callable[[], None], *,
+    announce: Callable[[str], None] = lambda line: None, progress: bool = True, resumed: bool = False,
+) -> dict[Checkpoint, pd.DataFrame]:  # fmt: skip
+    """The tables of all checkpoints, each with what it was measured on: in the first process, when all are done."""
     if not points:
         raise ModelError("there are no checkpoints to measure; give at least one")
     config = replace(config, data="wikipedia" if config.data is None else config.data)
-    drawn = {name: getattr(config, name) for name in DRAWN}
-    options: dict[str, Any] = {"batch": config.batch, "progress": progress} | drawn
-    parts = None if parts is None else Path(parts)
+    announce, progress = (announce, progress) if not ranks.rank else (lambda line: None, False)
+    where = "the measurement" if parts is None else str(parts.parent)
     files = {point: None if parts is None else parts / f"{_name(point)}.parquet" for point in points}
-    done = {point: read_table(file) for point, file in files.items() if file is not None and file.is_file()}
+    kept = ranks.first("kept", lambda: [_name(point) for point, file in files.items() if file and file.is_file()])
+    done = {point: read_table(file) for point, file in files.items() if file and _name(point) in kept}
     abouts = {point: frame.attrs.get("about", {}) for point, frame in done.items()}
-    for number, (point, file) in enumerate(files.items(), 1):
-        if resumed and point in done and not _to_be_compared(point, abouts[point], announce):
+    again = ranks.first("again", lambda: [
+        _name(point) for point in done if not resumed or _to_be_compared(point, abouts[point], announce)
+    ])  # fmt: skip
+    mine = ranks.share(left := [point for point in points if point not in done])
+    if ranks.size > 1:
+        announce(f"{len(left)} checkpoints are left for {ranks.size} processes, at most {len(mine)} for each")
+    revision = _revision(config, abouts, ranks)
+    for number, point in enumerate((*ranks.share([point for point in done if _name(point) in again]), *mine)):
+        job = _prepared(point, config, abouts, revision, where)
+        if not number:
+            note()
+        if (file := files[point]) and point in done:
             continue
-        before = next((about for other, about in abouts.items() if other.model == point.model), None)
-        of_point = replace(config, revision=point.revision)
-        revision = revision_in(abouts.values())
-        job = prepare(of_point, str(point.path), before=before, revision=revision, made=_whole)
-        about = job.about | drawn | {"sites": [site.key for site in job.sites]}
-        where = f"{parts.parent if parts else 'the measurement'} ({point.model}, step {point.step})"
-        for other, then in abouts.items():  # a table of one model is of one text, cut in one way
-            check_same(then, about, where, OF_A_MODEL if other.model == point.model else OF_A_MODEL[:1])
-        check_same(drawn | abouts.setdefault(point, about), about, where, MEASURED)  # earlier versions tell no drawn
-        note(point, about)
-        if point not in done:
-            check_weights(Path(point.path))
-            announce(f"{point.model}, step {point.step:,} ({number} of {len(points)})")
-            done[point] = _measured(point, job, options)
-            done[point].attrs = {"about": about}
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(file, done[point].to_parquet(None, index=False))
+        check_weights(Path(point.path))
+        announce(f"{point.model}, step {point.step:,} ({points.index(point) + 1} of {len(points)})")
+        done[point] = _measured(point, job, config, progress)
+        done[point].attrs = {"about": abouts[point]}
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, done[point].to_parquet(None, index=False))
         del job  # before the next model is loaded
-    table = pd.concat([done[point] for point in points], ignore_index=True)
-    table.attrs = {}
-    return table
+    ranks.done("measured")
+    if ranks.rank:
+        return {}
+    return {
+        point: done[point] if point in done else _of_another(point, files[point], abouts, where) for point in points
+    }
+
+
+def _revision(config: RunConfig, abouts: dict[Checkpoint, dict[str, Any]], ranks: Ranks) -> str | None:
+    """Of text on the hub the commit that all checkpoints are given."""
+    revision, hub = revision_in(abouts.values()), on_hub(config.source)
+    if revision is None and hub is not None:
+        return ranks.first("revision", lambda: hub.pinned().revision)
+    return revision
+
+
+def _prepared(
+    point: Checkpoint, config: RunConfig, abouts: dict[Checkpoint, dict[str, Any]], revision: str | None, where: str
+) -> Job:
+    """A checkpoint that is ready to be measured, on what the others are measured on."""
+    before = next((about for other, about in abouts.items() if other.model == point.model), None)
+    job = prepare(
+        replace(config, revision=point.revision), str(point.path), before=before, revision=revision, made=_whole
+    )
+    drawn = {name: getattr(config, name) for name in DRAWN}
+    about = job.about | drawn | {"sites": [site.key for site in job.sites]}
+    _check_text(point, about, abouts, where)
+    then = drawn | abouts.setdefault(point, about)  # earlier versions tell no drawn
+    check_same(then, about, _at(point, where), MEASURED)
+    return job
+
+
+def _check_text(point: Checkpoint, about: dict[str, Any], abouts: dict[Checkpoint, dict[str, Any]], where: str) -> None:
+    """Refuse what is of another text than the others, or of a model's text that is cut in another way."""
+    for other, then in abouts.items():
+        check_same(then, about, _at(point, where), OF_A_MODEL if other.model == point.model else OF_A_MODEL[:1])
+
+
+def _at(point: Checkpoint, where: str) -> str:
+    return f"{where} ({point.model}, step {point.step})"
+
+
+def _of_another(
+    point: Checkpoint, file: Path | None, abouts: dict[Checkpoint, dict[str, Any]], where: str
+) -> pd.DataFrame:
+    """The table of a checkpoint that another process has measured."""
+    if file is None or not file.is_file():
+        raise RunError(
+            f"{file} was written by another process and is not there; do all processes see one file system? What is "
+            f"there is safe: give --resume {where}"
+        )
+    frame = read_table(file)
+    _check_text(point, frame.attrs["about"], abouts, where)
+    abouts[point] = frame.attrs["about"]
+    return frame
 
 
 def _to_be_compared(point: Checkpoint, about: dict[str, Any], announce: Callable[[str], None]) -> bool:
@@ -342,10 +327,11 @@ def _name(point: Checkpoint) -> str:
     return f"{safe_name(point.model)}-{point.step:08}"
 
 
-def _measured(point: Checkpoint, job: Job, options: dict[str, Any]) -> pd.DataFrame:
+def _measured(point: Checkpoint, job: Job, config: RunConfig, progress: bool) -> pd.DataFrame:
     table = measure_angles(
-        job.model, job.tokens, n_tokens=job.n_tokens, sites=job.sites, bos=job.bos, name=point.model, **options
-    )
+        job.model, job.tokens, n_tokens=job.n_tokens, sites=job.sites, bos=job.bos, name=point.model,
+        batch=config.batch, progress=progress, **{name: getattr(config, name) for name in DRAWN},
+    )  # fmt: skip
     table.frame.insert(1, "step", point.step)
     return table.frame
 
