@@ -234,7 +234,7 @@ def test_what_the_first_process_refuses_ends_all(home, tmp_path):
     for setup, why in ((missing_one, "nope"), (replace(config(home), models=()), "there is no model to measure")):
         found = by_ranks(2, lambda ranks, setup=setup: start_run(setup, tmp_path / "run", ranks=ranks))
         assert why in str(found[0])
-        assert isinstance(found[1], (SystemExit, NormGeoError))
+        assert isinstance(found[1], SystemExit)  # silently
         assert not (tmp_path / "run").exists()
 
 

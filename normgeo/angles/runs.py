@@ -80,7 +80,7 @@ def start_run(
     def begin(held: ExitStack) -> dict[str, Any]:
         check_folder(out)
         _check_labels(config)
-        for name in config.models[1:]:  # else it is said after all before it were measured, and nothing finishes them
+        for name in config.models:  # else it is said by every process, and after all before it were measured
             check_there(name, config.revision, config.trust_remote_code)
         held.enter_context(alone(out))
         _check_free(out)
