@@ -203,6 +203,18 @@ def test_norms_on_heads_read_all_numbers_of_queries_and_keys(name, settings, pad
     assert worst_error(model, decompress(conversion.model).model, example_inputs(model, 9, seed=3)) < 1e-6
 
 
+def test_norms_on_heads_decompress_where_no_others_were_replaced():
+    """OLMo-2's, over all heads together: here LayerNorms in a model whose other norms are RMSNorms."""
+    model = fresh("olmo2", num_hidden_layers=1).double()
+    attention = model.model.layers[0].self_attn
+    attention.q_norm, attention.k_norm = (torch.nn.LayerNorm(32, dtype=torch.float64) for _ in range(2))
+    conversion = convert(perturb(model), to="crmsnorm")
+    assert {site.role for site in conversion.replaced} == {"qk"}
+    back = decompress(conversion.model)
+    assert [site.key for site in back.replaced] == [site.key for site in conversion.replaced]
+    assert worst_error(model, back.model, example_inputs(model, 9, seed=3)) < 1e-6  # OLMo-2's other norms are float32
+
+
 def test_what_has_no_plain_numbers_is_not_decompressed():
     _, conversion = converted("gpt2", to="crmsnorm")
     for change, says in (optimize, "is optimized"), (lambda model: model.to("meta"), "has no weights: transformer.wte"):

@@ -230,7 +230,7 @@ def decompress(model: PreTrainedModel) -> Conversion:
         value.data = value.to(dtypes[name])
     with looking_at(recipe.get("outputs", ())):  # others may be streams, which are wider now
         inputs = reaching_inputs(exact)
-        sites = [site for site in find_sites(exact, inputs) if site.name in recipe["norms"]]
+        sites = [site for site in find_sites(exact, inputs, qk=True) if site.name in recipe["norms"]]
         counts = {"replaced": len(sites), "kept": 0, "untouched": 0, "recentered": len(recipe["recenter"])}
         compared = inputs, *certificate_inputs(model)
         certificate = certify(float64_copy(model), exact, model, result, compared, site_mean=0.0, counts=counts)
