@@ -191,6 +191,26 @@ def test_what_gradients_do_not_pass_is_one_line():
         convert(model, to="crmsnorm")
 
 
+class Bypassed(Block):
+    """As a Conformer's: what ends a layer is read as it is, and then added to in place, before a norm reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.norm1(x + self.mlp(self.norm2(x)))
+        x += self.side(self.mix(x.clone()).softmax(-1))
+        return x
+
+
+def test_what_is_read_before_it_is_written_over_keeps_its_mean_until_then():
+    """The norm's output has, by the time of gradients, that of what it became, whose mean nothing sees."""
+    conversion = convert(wrap(built(Bypassed)))
+    assert [place.module for place in conversion.recentered] == ["module.blocks.0", "module.blocks.1"]
+    assert len(conversion.replaced) == 5
+
+
 class Quantized(nn.Linear):
     """As a library's."""
 

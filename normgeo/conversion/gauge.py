@@ -19,12 +19,14 @@ gain of ones hides or invents a direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from transformers import PreTrainedModel
 
 from normgeo.conversion.gradients import aligned, ratio, reached, vanishes
@@ -215,26 +217,33 @@ class _Probe:
         return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, handed
 
     def _gradients(self, outputs: list[Tensor], handed: HandedOn, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of a random sum of the outputs, for these parameters, and for what is handed on."""
-        parts = self._gradient([self._noise(o) for o in outputs], [*parameters, *(use.tensor for use in handed.uses)])
-        handed.gradients = list(parts[len(parameters) :])
-        return list(parts[: len(parameters)])
+        """The gradients of a random sum of the outputs, for these parameters, and for what is handed on.
 
-    def _gradient(self, summands: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+        What was written over has the gradient of what it became, which tells nothing of who read it before.
+        """
+        over = [(u.place, u.edge) for u in handed.uses if u.edge is not None and u.tensor._version != u.version]
+        wanted = [*parameters, *(use.tensor for use in handed.uses), *(edge for _, edge in over)]
+        parts = iter(self._gradient([self._noise(o) for o in outputs], wanted))
+        found, handed.gradients, before = ([*islice(parts, len(some))] for some in (parameters, handed.uses, over))
+        seen = (place for (place, _), g in zip(over, before, strict=True) if reached(g) and not vanishes(g))
+        handed.blocked.update(seen)
+        return found
+
+    def _gradient(self, summands: list[Tensor], wanted: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
         """The gradient of the sum of those summands that have one, with respect to those tensors that can have one.
 
         Raises:
             ModelError: the model cannot be differentiated.
         """
         known = [s for s in summands if s.requires_grad]
-        reached = [t for t in wanted if t.requires_grad]
+        reached: Any = [t for t in wanted if _differentiable(t)]
         if not known or not reached:
             return [None] * len(wanted)
         try:
             found = iter(torch.autograd.grad(torch.stack(known).sum(), reached, retain_graph=True, allow_unused=True))
         except Exception as error:  # whatever a model's own backward raises
             raise ModelError(f"{type(self.model).__name__} cannot be differentiated: {first_line(error)}") from error
-        return [next(found) if t.requires_grad else None for t in wanted]
+        return [next(found) if _differentiable(t) else None for t in wanted]
 
     def _raw_readers(self, writers: tuple[Shift, ...]) -> dict[str, tuple[str, ...]]:
         """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
@@ -366,6 +375,10 @@ class _Probe:
         if source is tensor or not tensor.requires_grad:
             return False
         return aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
+
+
+def _differentiable(x: Tensor | GradientEdge) -> bool:
+    return not isinstance(x, Tensor) or x.requires_grad
 
 
 def _inverted(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:

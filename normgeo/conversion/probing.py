@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 
 from normgeo.converted import put, replaced
@@ -45,20 +46,24 @@ class Place(NamedTuple):
 class Use(NamedTuple):
     """A tensor at a place. An argument is an alias of what was given: its gradient is of this use alone.
 
-    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given.
+    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given. `edge` is where
+    the gradient of what was handed on arrives, and `version` tells whether that was written over since, as by x += y.
     """
 
     place: Place
     tensor: Tensor
     storage: int
     leaf: bool
+    edge: GradientEdge | None
+    version: int
 
 
 @dataclass
 class HandedOn:
     """What modules hand on in one forward pass: its tensors, in order, and the gradients with respect to them.
 
-    `blocked` are places where something of another width passed too: a module may be called more than once.
+    `blocked` are places where something of another width passed too, for a module may be called more than once; or
+    something whose mean was seen before it was written over.
     """
 
     blocked: set[Place] = field(default_factory=set)
@@ -266,7 +271,10 @@ def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[st
 def handed_on(model: nn.Module, widths: set[int]) -> Iterator[HandedOn]:
     """While inside, notes every argument and result of every module whose vectors have one of these widths."""
     handed = HandedOn()
-    hold = handed.uses.append
+
+    def hold(place: Place, x: Tensor, source: Tensor, leaf: bool) -> None:
+        edge = None if x.grad_fn is None else get_gradient_edge(x)  # what has none cannot be written over
+        handed.uses.append(Use(place, x, source.untyped_storage().data_ptr(), leaf, edge, x._version))
 
     def wanted(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths
@@ -282,7 +290,7 @@ def handed_on(model: nn.Module, widths: set[int]) -> Iterator[HandedOn]:
         # a tensor cut off from the graph (a table read under no_grad) starts a graph of its own
         view = x.view_as(x) if x.requires_grad else x.detach().requires_grad_().clone()
         source = x if place.side == "input" else view
-        hold(Use(place, view, source.untyped_storage().data_ptr(), leaf))
+        hold(place, view, source, leaf)
         return view
 
     def before(name: str, leaf: bool) -> Any:
@@ -302,7 +310,7 @@ def handed_on(model: nn.Module, widths: set[int]) -> Iterator[HandedOn]:
             if not first.requires_grad:
                 first = alias(first, Place(name, "output"), leaf)
                 return replaced(output, 0, first) if several else first
-            hold(Use(Place(name, "output"), first, first.untyped_storage().data_ptr(), leaf))
+            hold(Place(name, "output"), first, first, leaf)
             return None
 
         return hook
