@@ -43,11 +43,12 @@ def test_by_shard_layers_that_may_be_treated_in_other_ways_are_refused(tmp_path,
 
 
 def test_as_many_layers_are_looked_at_as_end_like_the_model():
-    """GPT-Neo's layers alternate; of six, four are looked at, for the last to be of the last one's kind."""
+    """GPT-Neo's layers alternate; of six, four are looked at: the first, the last and two between."""
     model = tiny("gpt_neo", num_layers=6, attention_types=[[["global", "local"], 3]])
     _, to = shallow_model(type(model), model.config)
     assert not to.unsure
-    assert to.depth == 3  # they have the same parameters
+    assert to.depth == 4  # they have the same parameters
+    assert to.between == {("transformer.h", (1, 2))}
 
 
 def test_what_is_read_behind_a_layer_by_its_number_is_read_in_few_layers_too():

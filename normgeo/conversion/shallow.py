@@ -1,7 +1,9 @@
 """The gauge of a large model from a copy of its architecture with few layers, mapped back by name.
 
-Which parameters write into a stream is a property of the architecture: three layers with made-up weights, the first,
-the last and one between, tell it for all thirty-two; a model of billions needs no backward pass in float64.
+Which parameters write into a stream is a property of the architecture: four layers with made-up weights, the first,
+the last and two between, tell it for all thirty-two; a model of billions needs no backward pass in float64. Of those
+between two are needed: where they differ, one of them has something of its own, as a Conformer that reads its own
+predictions halfway, and neither tells what the others have.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ __all__ = [
     "Spread", "check_alike", "deepened", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread",
 ]  # fmt: skip
 
-DEPTHS = (3, 4, 5, 6)
+DEPTHS = (4, 5, 6)
 
 
 def empty_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -87,7 +89,7 @@ def _earlier(i: int, length: int, depth: int) -> int:
 def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Spread]:
     """The same architecture with few layers in every list, with made-up weights, and what each stands for.
 
-    As many that the first, the last and those between are there, each of the kind of the deep model's; at least three.
+    As many that the first, the last and those between are there, each of the kind of the deep model's; at least four.
 
     Raises:
         ConversionError: the configuration has no number of layers that could be reduced, or layers are like none.
@@ -123,10 +125,13 @@ class Spread:
         assigned: for each list of layers, which layer of the shallow model each layer of the deep one is like.
         unsure: for a list, layers of the shallow model of one kind, of which one stands for a layer at another place:
             for the last of all though it is not the last itself, or the other way round.
+        between: for a list, layers of the shallow model of one kind between its first and its last, of which one stands
+            for more than itself.
     """
 
     assigned: Mapping[str, tuple[int, ...]]
     unsure: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    between: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     @property
     def depth(self) -> int:
@@ -168,7 +173,7 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
         ConversionError: a layer is like none of them.
     """
     mine, theirs = _shapes(shallow), _shapes(deep)
-    few, assigned, unsure = _lists(shallow), {}, set()
+    few, assigned, unsure, between = _lists(shallow), {}, set(), set()
 
     def kind(names: dict[str, torch.Size], prefix: str, i: int) -> frozenset[Any]:
         start = f"{prefix}.{i}."
@@ -176,7 +181,7 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
 
     for prefix, length in _lists(deep).items():
         kinds = [kind(mine, prefix, j) for j in range(few.get(prefix, 0))]
-        last, layers = len(kinds) - 1, []
+        last, layers = len(kinds) - 1, list[int]()
         for i in range(length):
             alike = [j for j, k in enumerate(kinds) if k == kind(theirs, prefix, i)]
             if not alike:
@@ -185,12 +190,14 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
             layers.append(i if i in there else (there or alike)[-1])
             if not there:
                 unsure.add((prefix, tuple(alike)))
+            elif i not in there and len(inner := [j for j in there if 0 < j < last]) > 1:
+                between.add((prefix, tuple(inner)))
         assigned[prefix] = tuple(layers)
-    return Spread(assigned, frozenset(unsure))
+    return Spread(assigned, frozenset(unsure), frozenset(between))
 
 
 def check_alike(to: Spread, names: Iterable[tuple[str, Any]]) -> None:
-    """Refuse layers that are treated in different ways, of which one stands for others at another place.
+    """Refuse layers that are treated in different ways, of which one stands for others, at another place or between.
 
     Args:
         to: which.
@@ -203,7 +210,7 @@ def check_alike(to: Spread, names: Iterable[tuple[str, Any]]) -> None:
     for name, what in names:
         if (place := to.place(name)) is not None:
             done[place[:2]].add((place[2], what))
-    for prefix, alike in to.unsure:
+    for prefix, alike in to.unsure | to.between:
         if len(alike) < 2 or any(done[prefix, j] != done[prefix, alike[0]] for j in alike):
             raise ConversionError(f"layers of {prefix} are treated in different ways; convert it in memory")
 
