@@ -31,22 +31,30 @@ CONTEXT = 256
 """The context that the embedded pair was trained with."""
 
 
-COLUMNS = {"model", "site", "layer", "role", "kind", "stack", "d", "phase", "direction", "mean_deg", "energy_share"}
+COMMON = ("model", "site", "layer", "role", "kind", "stack", "phase", "direction", "mean_deg", "std_deg", "mean_norm",
+          "energy_share", "n_tokens")  # fmt: skip
+COLUMNS = {
+    "angles": (*COMMON, "d", "min_deg", "max_deg", "q05", "q95", "null_z", "null_percentile", "energy_percentile",
+               "energy_q95", "n_directions", "rotation_deg", "rotation_std_deg"),
+    "sinks": (*COMMON, "tokens"),
+}  # fmt: skip
+"""What analyses read of a run's tables."""
 
 
 def finished(run: Path) -> AngleTable:
     """The table of a finished run of `normgeo angles`.
 
     Raises:
-        DataError: the directory holds none, or one without angles to the uniform vector.
+        DataError: the directory holds none, or one without angles to the uniform vector or columns that analyses read.
         RunError: it is damaged.
     """
-    found = AngleTable.load(run)
-    if not set(found.frame) >= COLUMNS or not found.frame.direction.eq("uniform").any():
-        raise DataError(
-            f"{run / 'angles.parquet'} has no angles to the uniform vector; give the directory of a finished run of "
-            "`normgeo angles`"
-        )
+    found, hint = AngleTable.load(run), "give the directory of a finished run of `normgeo angles`"
+    for name, frame in (("angles", found.frame), ("sinks", found.sinks)):
+        absent = [column for column in COLUMNS[name] if column not in frame]
+        if absent and not frame.empty:
+            raise DataError(f"{run / name}.parquet has no column {', '.join(absent)}; {hint}, or measure again")
+    if found.frame.empty or not found.frame.direction.eq("uniform").any():
+        raise DataError(f"{run / 'angles.parquet'} has no angles to the uniform vector; {hint}")
     return found
 
 

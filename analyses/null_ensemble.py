@@ -70,7 +70,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             after = part[part.phase == "post"].set_index("site")
             for name, pre in series(part[part.phase == "pre"]):
                 style = looks[name] | {"markersize": 3.5, "zorder": 3}
-                post = after.loc[pre.site]
+                post = after.reindex(pre.site)  # of a part of a table there may be none
                 axes.plot(pre.layer, pre[value], label=name, **style)
                 axes.plot(post.layer, post[value], ":", markerfacecolor="white", **style)
     grid[0, 0].plot([], [], "o:", color="0.4", markerfacecolor="white", markersize=3.5, label="open: after the norm")

@@ -29,6 +29,8 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
         raise DataError("the run reports no groups of tokens; measure again with `normgeo angles`")
     sinks = sinks.assign(on_stream=pd.MultiIndex.from_frame(sinks[["model", "site"]]).isin(read))
     keep = (sinks.phase == "pre") & (sinks.direction == "uniform")
+    if not sinks.on_stream[keep].any():
+        raise DataError("the groups of tokens in sinks.parquet are of other norms than angles.parquet; measure again")
     columns = ["model", "site", "layer", "role", "kind", "stack", "tokens", "mean_deg", "std_deg", "mean_norm",
                "energy_share", "n_tokens", "on_stream"]  # fmt: skip
     return sinks.loc[keep, columns].reset_index(drop=True)

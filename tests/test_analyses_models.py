@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from zoo import tiny
 
-from analyses import branches, causal_test, irreversibility, masks, null_ensemble, stream_cost, twins_loss
+from analyses import branches, causal_test, irreversibility, masks, null_ensemble, sinks, stream_cost, twins_loss
 from analyses.__main__ import main
 from normgeo import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, start_run
@@ -234,13 +234,26 @@ def test_the_name_of_any_model_is_in_a_title(name):
         assert 0 < title.x0 < title.x1 < figure.bbox.width
 
 
-@pytest.mark.parametrize("left", ["no row", "no column", "null"])
+@pytest.mark.parametrize("left", ["no row", "null"])
 @pytest.mark.parametrize("name", ["angles_by_layer", "null_ensemble", "sinks", "masks"])
 def test_a_table_without_angles_to_the_uniform_vector_is_refused(name, left, ids, tmp_path):
     table = measure_angles(tiny("gpt2"), ids[:1], null=2, progress=False)
-    rows = {"no row": table.frame[:0], "no column": table.frame.drop(columns="stack"),
-            "null": table.frame[table.frame.direction == "null"]}  # fmt: skip
+    rows = {"no row": table.frame[:0], "null": table.frame[table.frame.direction == "null"]}
     AngleTable(rows[left], table.sinks).save(tmp_path / "run")
     module = importlib.import_module(f"analyses.{name}")
     with pytest.raises(DataError, match=r"angles\.parquet has no angles to the uniform vector; give the directory"):
         module.compute(tmp_path / "run")
+
+
+def test_a_table_without_what_analyses_read_is_refused_by_its_columns(ids, tmp_path):
+    table = measure_angles(tiny("gpt2"), ids[:1], null=2, null_every=1, progress=False)
+    for frame, groups, said in (
+        (table.frame.drop(columns=["stack", "q05"]), table.sinks, r"angles\.parquet has no column stack, q05; give"),
+        (table.frame, table.sinks.drop(columns="tokens"), r"sinks\.parquet has no column tokens; give the directory"),
+        (table.frame, table.sinks.assign(site="other"), r"sinks\.parquet are of other norms than angles\.parquet"),
+    ):
+        AngleTable(frame, groups).save(tmp_path)
+        with pytest.raises(DataError, match=said):
+            sinks.compute(tmp_path)
+    AngleTable(table.frame[table.frame.phase == "pre"], table.sinks).save(tmp_path)
+    assert len(null_ensemble.plot(null_ensemble.compute(tmp_path)).axes) == 2
