@@ -125,15 +125,14 @@ def compute(
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
-    """The share that is lost along the depth of every model, for either standardization of the same hidden states."""
+    """The share that is lost along the depth of each model or stack, for either standardization of the same states."""
     frame = frame[frame.on_stream]
-    frame = frame.assign(depth=_source.depth(frame))
-    models = list(frame.model.unique())
-    figure, grid = _axes.grid(["variance lost (%)"], models, height=2.2, xlabel=_axes.DEPTH)
-    for axes, model in zip(grid[0], models, strict=True):
+    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    figure, grid = _axes.grid(["variance lost (%)"], list(stacks), height=2.2, xlabel=_axes.DEPTH)
+    for axes, rows in zip(grid[0], stacks.values(), strict=True):
         axes.axhline(0, color="0.4", linewidth=1, linestyle="--", label="BatchNorm (eq. 10 and 11)")
         for k, (kind, label) in enumerate(NORMS.items()):
-            part = frame[(frame.model == model) & (frame.standardization == kind)].sort_values("depth")
+            part = rows[rows.standardization == kind].sort_values("depth")
             axes.plot(
                 part.depth, 100 * part.lost_share, f"{'os'[k]}-", color=figures.PALETTE[k], markersize=3, linewidth=1,
                 label=label,

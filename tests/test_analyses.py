@@ -370,16 +370,17 @@ def test_options_that_do_not_apply_and_missing_runs(tmp_path, capsys, monkeypatc
         assert "tokens" in err
 
 
-@pytest.mark.parametrize("name", ["sinks", "masks", "angles_by_layer"])
+@pytest.mark.parametrize("name", ["sinks", "masks", "angles_by_layer", "irreversibility"])
 def test_encoder_and_decoder_are_drawn_apart(name, tmp_path):
     frame = pd.DataFrame([
         {"model": model, "stack": stack, "site": f"{stack}.{layer}.norm", "layer": layer, "role": "attention",
          "kind": "rmsnorm", "phase": phase, "direction": "uniform", "tokens": "rest", "mask": "all tokens",
-         "mean_deg": 80.0 + layer, "std_deg": 1.0, "mean_norm": 1.0, "q05": 0.0, "q95": 0.0, "on_stream": True}
+         "mean_deg": 80.0 + layer, "std_deg": 1.0, "mean_norm": 1.0, "q05": 0.0, "q95": 0.0, "on_stream": True,
+         "standardization": "rmsnorm", "lost_share": 0.5}
         for model, stack in (("one", "layers"), ("two", "encoder"), ("two", "decoder")) for layer in range(3)
         for phase in ("pre", "post")
     ])  # fmt: skip
-    frame = frame[frame.phase == "pre"] if name == "sinks" else frame
+    frame = frame[frame.phase == "pre"] if name in ("sinks", "irreversibility") else frame
     axes = module(name).plot(frame).axes
     assert [each.get_title() for each in axes[:3]] == ["one", "two\nencoder", "two\ndecoder"]
     for each in axes[:3]:
