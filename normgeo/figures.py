@@ -23,7 +23,7 @@ from normgeo.system.files import write_whole
 
 __all__ = [
     "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "draw", "legend", "mean_angles",
-    "plain", "right_angle", "role_words", "save", "series", "styled", "styles", "wrapped",
+    "narrowest", "plain", "right_angle", "role_words", "save", "series", "styled", "styles", "titled", "wrapped",
 ]  # fmt: skip
 
 WIDTH = 6.75
@@ -91,6 +91,18 @@ def wrapped(title: str, across: int) -> str:
     return "\n".join(textwrap.fill(line, width, break_on_hyphens=too_long(line)) for line in lines)
 
 
+def titled(axes: Axes, title: str, across: int) -> None:
+    """Title one of so many axes beside each other and number its layers, in lines, letters and ticks that have room."""
+    size = 8 if across < 6 else 7 if across < 10 else 6
+    axes.set_title(plain(wrapped(title, round(across * size / 9))), fontsize=size)
+    axes.xaxis.set_major_locator(MaxNLocator(max(1, min(10, 30 // across)), integer=True, min_n_ticks=1))
+
+
+def narrowest(across: int) -> float:
+    """How wide axes of a single layer are beside others, so that their title has room, where there are so many."""
+    return 0.28 if across < 6 else 0.55 if across < 10 else 0.75
+
+
 def legend(figure: matplotlib.figure.Figure) -> None:
     """One legend below all axes of what is in any of them, in as few lines as there is room for, filled alike."""
     entries: dict[str, Any] = {}
@@ -134,29 +146,24 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     90%), on the same tokens. One column of axes per site role (`series`), one row before and one after the norm.
     """
     frame = frame[frame.model == model]
-    panels = [
-        (label, rows.site) for label, rows in series(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
-    ]
-    narrowest, size = (0.28, 8) if len(panels) < 6 else (0.55, 7)
-    sizes = [max(narrowest, frame[frame.site.isin(sites)].layer.nunique() / 6) for _, sites in panels]
-    ratios = [min(each, 1.0) for each in sizes]
+    panels = list(series(frame[(frame.phase == "pre") & (frame.direction == "uniform")]))
+    ratios = [min(1.0, max(narrowest(len(panels)), norms.layer.nunique() / 6)) for _, norms in panels]
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 4.0), layout="constrained")
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
     for row, phase in enumerate(("pre", "post")):
-        for column, (label, sites) in enumerate(panels):
+        for column, (label, norms) in enumerate(panels):
             axes = grid[row, column]
-            here = frame[frame.site.isin(sites) & (frame.phase == phase)]
+            here = frame[frame.site.isin(norms.site) & (frame.phase == phase)]
             mean_angles(axes, here, "layer", apart=0.18)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.margins(x=0.08)
             if row == 0:
-                axes.set_title(label.replace(": ", "\n"), fontsize=size)
+                titled(axes, label.replace(": ", "\n"), len(panels))
             if column == 0:
                 axes.set_ylabel(f"{phase}-norm (degrees)")
-            if row == 1:
-                axes.set_xlabel("layer" if here.layer.nunique() > 1 else "")
             if here.layer.nunique() == 1:
                 axes.set_xticks([here.layer.iloc[0]])
+            elif row == 1:
+                axes.set_xlabel("layer")
     legend(figure)
     title = f"{model}: angles of hidden states (mean ± standard deviation over tokens)"
     figure.suptitle(plain(textwrap.fill(title, 84)), fontsize=9)
@@ -233,11 +240,9 @@ def _by_layer(
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     panels = []
     for axes, model in zip(grid.flat, models, strict=False):
-        part = frame[frame.model == model]
-        axes.set(title=plain(wrapped(model, columns)), xlabel="layer")
-        axes.set_yscale("log" if log else "linear")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        panels.append((axes, model, part))
+        titled(axes, model, columns)
+        axes.set(xlabel="layer", yscale="log" if log else "linear")
+        panels.append((axes, model, frame[frame.model == model]))
     for axes in list(grid.flat)[len(models) :]:
         axes.remove()
     for row in grid:

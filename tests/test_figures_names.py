@@ -1,8 +1,12 @@
 """Norms and stacks in figures and tables: no two are called alike, and no name is longer than that takes."""
 
+import itertools
+
+import pandas as pd
 import pytest
 
 from normgeo import AngleTable, measure_angles
+from normgeo.comparison import figures as comparison_figures
 from normgeo.rows import short_names, stack_names
 
 
@@ -37,6 +41,29 @@ def test_lists_of_layers_in_one_module_are_told_apart(frame, kind):
     found, looks = labels(table.plot(kind))
     assert found == ["prelude: pre-MLP", "coda: pre-MLP"]
     assert len(looks) == 2
+
+
+def test_titles_and_layers_of_many_axes_lie_beside_each_other(frame):
+    """Of an encoder-decoder with norms before and behind its branches, of 26 layers each."""
+    names = ["attention", "post_attention", "cross_attention", "post_cross_attention", "mlp", "post_mlp"]
+    one, places = frame[frame.site == frame.site[0]], itertools.product(range(2), names, range(26))
+    rows = pd.concat([
+        one.assign(stack=f"{'ed'[s]}ncoder.layers", stack_index=s, role=role, layer=layer, site=f"{s}.{layer}.{role}")
+        for s, role, layer in places
+    ])  # fmt: skip
+    metrics = pd.DataFrame({"model": ["gpt2"], "perplexity": 1.0, "kl_mean": 1.0, "top1": 1.0, "time_ratio": 1.0})
+    for figure in (AngleTable(rows).plot("angles"), comparison_figures.plot(metrics.assign(error_rms_rel=0), rows)):
+        figure.set_dpi(300)  # as it is saved
+        figure.draw_without_rendering()
+        shown = [[axes.title for axes in figure.axes[:12]]]
+        for axes in figure.axes[12:24]:
+            ticks = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+            shown += [[text for at, text in ticks if axes.viewLim.x0 <= at <= axes.viewLim.x1]]
+            assert len(shown[-1]) > 1
+        for texts in shown:
+            boxes = [text.get_window_extent() for text in texts]
+            assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+        assert boxes[-1].x1 <= figure.bbox.width
 
 
 def test_names_are_as_long_as_it_takes():

@@ -10,7 +10,6 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -20,10 +19,12 @@ from normgeo.figures import (
     ROLE_LABELS,
     WIDTH,
     legend,
+    narrowest,
     plain,
     right_angle,
     role_words,
     styled,
+    titled,
 )
 from normgeo.rows import SINGLE, short_names, stack_names
 from normgeo.system import progress
@@ -146,15 +147,15 @@ def _title(key: tuple[int, str, int], panels: dict[tuple[int, str, int], pd.Data
 
 def _angle_panels(figure: matplotlib.figure.SubFigure, uniform: pd.DataFrame, models: list[str]) -> np.ndarray:
     panels = _panels(uniform)
-    ratios = [(0.3 if len(panels) < 6 else 0.55) if role in SINGLE else 1.0 for _, role, _ in panels]
+    ratios = [narrowest(len(panels)) if role in SINGLE else 1.0 for _, role, _ in panels]
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
     for row, phase in enumerate(("pre", "post")):
         grid[row, 0].set_ylabel(f"{PHASE_LABELS[phase]} (°)")
         for axes, (key, part) in zip(grid[row], panels.items(), strict=True):
-            _lines(axes, part[part.phase == phase], models, single=key[1] in SINGLE)
             if row == 0:
-                axes.set_title(_title(key, panels), fontsize=8 if len(panels) < 6 else 7)
-            elif key[1] not in SINGLE:
+                titled(axes, _title(key, panels), len(panels))
+            _lines(axes, part[part.phase == phase], models, single=key[1] in SINGLE)
+            if row and key[1] not in SINGLE:
                 axes.set_xlabel("layer")
     return grid
 
@@ -175,8 +176,6 @@ def _lines(axes: Axes, here: pd.DataFrame, models: list[str], *, single: bool) -
     axes.set_xlim(first - 0.5, last + 0.5)
     if single:
         axes.set_xticks([])
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 MARKERS = "os^Dv<>P"
