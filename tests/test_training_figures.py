@@ -100,7 +100,9 @@ def test_panels_of_all_layers_are_alike_and_ask_no_others(frame):
     assert [axes.xaxis.get_tick_params()["labelbottom"] for axes in drawn.axes] == [s.is_last_row() for s in rows]
 
 
-def test_a_map_has_a_row_for_every_norm_in_order_and_a_column_for_every_step(frame):
+@pytest.mark.parametrize("unknown", [None, STEPS[1]])
+def test_a_map_has_a_row_for_every_norm_in_order_and_a_column_for_every_step(frame, unknown):
+    frame = frame.assign(mean_deg=frame.mean_deg.mask(frame.step == unknown))
     figure = training_figures.heat_map(frame)
     names = [f"{layer}: {'MLP' if role == 'mlp' else role}" for _, layer, role in SITES[:-1]] + ["final"]
     for column, model in enumerate(("layernorm", "rmsnorm")):
@@ -109,7 +111,7 @@ def test_a_map_has_a_row_for_every_norm_in_order_and_a_column_for_every_step(fra
         angle, energy = (np.asarray(axes.images[0].get_array()) for axes in (angles, energies))
         for row, (site, _, _) in enumerate(SITES):
             rows = of(frame, model, site, "uniform")
-            assert angle[row] == pytest.approx(rows.mean_deg.to_numpy() - 90)
+            assert angle[row] == pytest.approx(rows.mean_deg.to_numpy() - 90, nan_ok=True)
             assert energy[row] == pytest.approx(np.log10(rows.energy_share * rows.d).to_numpy())
         ticks = dict(zip(angles.get_xticks(), (text.get_text() for text in angles.get_xticklabels()), strict=True))
         assert ticks == {at: f"{step}" for at, step in enumerate(STEPS)}

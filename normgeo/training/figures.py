@@ -209,9 +209,9 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
 def _tables(part: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, list[str]]:
     order = list(part.site.unique())
-    angle = part.pivot_table(index="site", columns="step", values="mean_deg").loc[order].to_numpy()
+    angle = part.pivot(index="site", columns="step", values="mean_deg").loc[order].to_numpy()
     scaled = part.assign(energy=part.energy_share * part.d)
-    energy = scaled.pivot_table(index="site", columns="step", values="energy").loc[order].to_numpy()
+    energy = scaled.pivot(index="site", columns="step", values="energy").loc[order].to_numpy()
     return angle, energy, [_short(part[part.site == site]) for site in order]
 
 
