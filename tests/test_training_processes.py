@@ -44,6 +44,30 @@ def test_without_a_gpu_they_are_one_training_too(tmp_path):
     assert json.loads(next((tmp_path / "two/rmsnorm").glob("state-*/state.json")).read_text())["processes"] == 2
 
 
+CUT = """
+import contextlib, sys
+from pathlib import Path
+from training_zoo import small, stopping, trained
+from normgeo.training.train import Trainer
+whole, cut = map(Path, sys.argv[1:])
+recipe, step = small(steps=4, save_every=2, batch=6), Trainer.take_step
+trained("rmsnorm", recipe, whole)
+Trainer.take_step = stopping(step, at=3)
+with contextlib.suppress(KeyboardInterrupt):
+    trained("rmsnorm", recipe, cut)
+Trainer.take_step = step
+trained("rmsnorm", recipe, cut)
+"""
+
+
+def test_three_processes_go_on_as_if_they_had_not_been_interrupted(tmp_path):
+    """Of three numbers the sum depends on their order, as that of two does not."""
+    for process in ranks(CUT, tmp_path / "whole", tmp_path / "cut", n=3):
+        process.done()
+    last = "checkpoints/step-00000004/model.safetensors"
+    assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "cut" / last).read_bytes()
+
+
 def test_those_that_know_nothing_of_each_other_are_refused(monkeypatch):
     alone_here = SimpleNamespace(num_processes=1, device="cuda:0")
     monkeypatch.setattr(accelerate, "PartialState", lambda cpu: alone_here)

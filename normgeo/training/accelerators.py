@@ -11,8 +11,9 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from normgeo.errors import NormGeoError
@@ -141,7 +142,21 @@ def prepared(
     for name in ("forward", "_original_forward"):
         vars(model).pop(name, None)
     vars(model).update(own)
+    if isinstance(running, DistributedDataParallel) and accelerator.device.type == "cpu":
+        running.register_comm_hook(None, lambda _, bucket: _mean_gradients(bucket))  # which refuses types as strings
     return running, stepping
+
+
+def _mean_gradients(bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:  # pyright: ignore
+    """The mean of the processes' gradients, each parameter's added up on its own, in the place of what they were.
+
+    The order in which gloo adds up what several processes have of a number depends on where it lies, and DDP lays
+    gradients anew after its first step: added up together, those of a resumed run would have other last bits.
+    """
+    together = bucket.buffer().div_(distributed.get_world_size())
+    each = together.split([parameter.numel() for parameter in bucket.parameters()])
+    added = [distributed.all_reduce(part, async_op=True).get_future() for part in each]  # pyright: ignore
+    return torch.futures.collect_all(added).then(lambda _: together)
 
 
 def ready(accelerator: accelerate.Accelerator, recipe: Recipe) -> accelerate.Accelerator:
