@@ -75,3 +75,14 @@ def test_layers_that_are_few_already_keep_their_numbers():
     config = hf.PreTrainedConfig(num_hidden_layers=2, mlp_only_layers=[0], vision_config=hf.ViTConfig())
     small = shallow_config(config, {"vision.layers": 12}, 3)
     assert (small.num_hidden_layers, small.mlp_only_layers, small.vision_config.num_hidden_layers) == (2, [0], 3)
+
+
+def test_parts_of_half_precision_are_looked_at_in_one_dtype():
+    """Configurations of parts say what they were saved in, in which they alone are built, and not what is around."""
+    image = {"hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {"n_embd": 16, "n_layer": 5, "n_head": 4, "n_positions": 64, "vocab_size": 96, "add_cross_attention": True}
+    parts = hf.ViTConfig(**image, image_size=16, patch_size=8), hf.GPT2Config(**text, is_decoder=True)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.encoder.dtype = config.decoder.dtype = torch.bfloat16
+    gauge = shallow_gauge(hf.VisionEncoderDecoderModel, config)
+    assert {"encoder.layers.4.mlp.fc2.bias", "decoder.transformer.h.4.mlp.c_proj.bias"} <= {s[0] for s in gauge.writers}

@@ -114,7 +114,7 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple
         raise ConversionError(f"{why}; convert it in memory")
     small, to = next((pair for pair in found if not pair[1].unsure), found[0])
     with seeded(0):
-        return cls(small).eval(), to
+        return cls(small).float().eval(), to  # pyright: ignore (parts are built in the dtypes of their configurations)
 
 
 @dataclass(frozen=True)
