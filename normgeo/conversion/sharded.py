@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.core_model_loading import WeightConverter, build_glob_alternation, rename_source_key
 
 from normgeo.conversion.centering import center_writers
 from normgeo.conversion.checkpoint import check_read, describe, write_config
@@ -152,7 +152,8 @@ def convert_sharded(
     recipe, whole = _spread_recipe(conversion.recipe, to), deepened(gauge, to)
     done = _of_all_layers(conversion, recipe, whole, to)
     with whole_directory(out) as folder:
-        _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to, dtype)
+        dtypes = {name: value.dtype for short, value in first.state_dict().items() for name in to(short)}
+        _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to, dtypes)
         final = _config(config, conversion.model.config)
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion, _few_layers(conversion.model, written, to))
@@ -246,8 +247,12 @@ def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrain
 
 
 def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread, dtype: torch.dtype) -> PreTrainedModel:
-    """The shallow model with the weights of layers that it stands for, in the dtype that it is loaded in."""
+    """The shallow model with the weights of layers that it stands for, in the dtypes that they are loaded in."""
     model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
+    if plan := model._get_dtype_plan(dtype):  # what a model wants in single precision always
+        wide, *_ = build_glob_alternation(list(plan))
+        for name, value in model.state_dict(keep_vars=True).items():
+            value.data = value.float() if wide.search(name) and value.is_floating_point() else value.data
     try:
         model.load_state_dict(_values(model, shards, to), strict=False)
     except RuntimeError as error:  # a size goes with the number of layers
@@ -307,17 +312,17 @@ def _config(config: PretrainedConfig, converted: PretrainedConfig) -> Pretrained
 
 def _write(
     shards: Shards, folder: Path, gauge: Gauge, untied: list[list[str]], conversion: Conversion, to: Spread,
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:  # fmt: skip
     home: dict[str, str] = {}
     size = 0
-    scales = {name: shards.read(name).to(dtype) for name in set(gauge.scaled.values())}
+    scales = {name: shards.read(name).to(dtypes[name]) for name in set(gauge.scaled.values())}
     centered = {name for name, _ in (*gauge.writers, *gauge.scaled, *gauge.tables)}
     copies = {name: next(n for n in group if n in shards.home) for group in untied for name in group}
 
     def edited(name: str, value: Tensor) -> Tensor:
         if name in centered:  # after it was rounded, as where it is loaded and converted in memory
-            value = value.to(dtype)
+            value = value.to(dtypes[name])
         center_writers({name: value} | {k: v.clone() for k, v in scales.items() if k != name}, gauge)
         return value
 
