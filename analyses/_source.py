@@ -163,11 +163,11 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
     Args:
         run: the file; None is the kept one.
         kept: its name in `analyses/data`.
-        columns: some that its tables have and others have not.
+        columns: those that are read of its tables.
         command: what writes such a table.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is no such table, or an empty one.
     """
     path = KEPT / kept if run is None else run
     try:
@@ -176,7 +176,7 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
         frame = pd.DataFrame()
     if not path.exists():
         raise DataError(f"there is no file {path}; give one that `{command} --out` wrote")
-    if not columns <= set(frame):
+    if frame.empty or not columns <= set(frame):
         raise DataError(f"{path} is no table that `{command} --out` wrote")
     return frame
 

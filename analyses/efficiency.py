@@ -37,7 +37,8 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     Raises:
         DataError: the file is no such table.
     """
-    return summary(_source.raw(run, "efficiency.parquet", {"norm_seconds", "variant"}, "normgeo bench inference"))
+    columns = {"variant", "round", "seconds", "norm_seconds", "error", "model", "batch", "length", *CONDITION}
+    return summary(_source.raw(run, "efficiency.parquet", columns, "normgeo bench inference"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -34,7 +34,8 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     Raises:
         DataError: the file is no such table.
     """
-    return norm_summary(_source.raw(run, "norm_kernels.parquet", {"norm", "bytes", "shape"}, "normgeo bench norms"))
+    columns = {"norm", "round", "seconds", "bytes", "shape", "dtype", "passes", "device", "threads"}
+    return norm_summary(_source.raw(run, "norm_kernels.parquet", columns, "normgeo bench norms"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -38,7 +38,8 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     Raises:
         DataError: the file is no such table.
     """
-    columns = {"form", "without", "forward_backward", "optimizer", "size"}
+    times = {"round", "form", "without", "forward_backward", "optimizer"}
+    columns = times | {"size", "batch", "context", "precision", "device", "threads"}
     return _source.raw(run, "training_cost.parquet", columns, "normgeo bench train")
 
 

@@ -133,8 +133,11 @@ def test_the_analysis(tmp_path):
     lines = norm_kernels.markdown(frame).splitlines()
     assert len(lines) == 2 + frame.norm.nunique()
     assert lines[0].count("|") == 2 + 4
-    pd.DataFrame({"norm": []}).to_parquet(tmp_path / "other.parquet")
-    for wrong, says in (("missing", "there is no file"), ("other", "no table that `normgeo bench norms")):
+    raw = pd.read_parquet(tmp_path / "raw.parquet")
+    raw[:0].to_parquet(tmp_path / "empty.parquet")
+    raw.drop(columns="passes").to_parquet(tmp_path / "other.parquet")
+    no_table = "no table that `normgeo bench norms"
+    for wrong, says in (("missing", "there is no file"), ("empty", no_table), ("other", no_table)):
         with pytest.raises(DataError, match=says):
             norm_kernels.compute(tmp_path / f"{wrong}.parquet")
     assert {"device", "torch", "commit"} <= set(norm_kernels.compute())
