@@ -17,6 +17,10 @@ from normgeo.errors import DataError
 from normgeo.system.files import read_table
 from normgeo.training import figures as training_figures
 
+COLUMNS = {"step", "model", "site", "layer", "role", "stack", "phase", "direction", "mean_deg", "std_deg", "min_deg",
+           "max_deg", "q05", "q95"}  # fmt: skip
+"""What is drawn."""
+
 
 def compute(run: Path | None = None) -> pd.DataFrame:
     """The angles before and after every norm of every checkpoint, with a column `step`.
@@ -27,7 +31,7 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     """
     path = _source.KEPT / "angles_in_training.parquet" if run is None else run / "angles.parquet"
     frame = read_table(path) if path.is_file() else pd.DataFrame()
-    if "step" not in frame:
+    if not set(frame) >= COLUMNS:
         raise DataError(f"{path} is no table of `normgeo angles --checkpoints`")
     return frame[frame.phase.isin(["pre", "post"])].reset_index(drop=True)
 

@@ -31,7 +31,7 @@ def compute(run: Path | None = None) -> pd.DataFrame:
         run: a directory of `normgeo train`; None is the embedded twins.
 
     Raises:
-        DataError: the directory has no curve in it.
+        DataError: the directory has no curve in it, or what is no curve.
     """
     parts = []
     if run is None:
@@ -41,6 +41,9 @@ def compute(run: Path | None = None) -> pd.DataFrame:
     else:
         paths = {norm: run / norm / "curve/curve.parquet" for norm in NORMS}
         found = {norm: read_table(path) for norm, path in paths.items() if path.is_file()}
+        for norm, curve in found.items():
+            if curve.empty or not {"step", "train_loss", "held_out_loss", "lr"} <= set(curve):
+                raise DataError(f"{paths[norm]} is no curve of `normgeo train`; give the directory of another run")
         parts = [_reports(curve).assign(model=norm, norm=norm) for norm, curve in found.items()]
     if not parts:
         raise DataError(f"{run} holds no curve of a training: give the directory of `normgeo train`")

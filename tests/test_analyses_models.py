@@ -10,7 +10,17 @@ import pandas as pd
 import pytest
 from zoo import tiny
 
-from analyses import branches, causal_test, irreversibility, masks, null_ensemble, sinks, stream_cost, twins_loss
+from analyses import (
+    angles_in_training,
+    branches,
+    causal_test,
+    irreversibility,
+    masks,
+    null_ensemble,
+    sinks,
+    stream_cost,
+    twins_loss,
+)
 from analyses.__main__ import main
 from normgeo import AngleTable, measure_angles
 from normgeo.angles.runs import RunConfig, start_run
@@ -209,6 +219,15 @@ def test_a_twin_that_was_never_evaluated_has_its_training_loss(n, rows, tmp_path
     assert (axes.lines[0].get_marker() == "o") == (rows == 1)
     with pytest.raises(DataError, match="holds no curve of a training: give the directory"):
         twins_loss.compute(tmp_path)
+
+
+@pytest.mark.parametrize("table", [curve(0, 0, 0), curve(9, 3, 0).drop(columns="held_out_loss")])
+def test_what_is_no_table_of_a_training_is_named(table, tmp_path):
+    with pytest.raises(DataError, match=r"rmsnorm/curve/curve\.parquet is no curve of `normgeo train`; give"):
+        twins_loss.compute(trained(tmp_path, layernorm=curve(9, 3, 0), rmsnorm=table))
+    table.to_parquet(tmp_path / "angles.parquet")
+    with pytest.raises(DataError, match=r"angles\.parquet is no table of `normgeo angles --checkpoints`"):
+        angles_in_training.compute(tmp_path)
 
 
 @pytest.mark.parametrize("evaluated", ["layernorm", "rmsnorm"])
