@@ -90,7 +90,7 @@ def _changes(axes: Axes, values: np.ndarray) -> None:
         axes.plot(x, row, ">" if np.isinf(value) else "os"[row % 2], color=color, markersize=5, clip_on=False, zorder=5,
                   markerfacecolor=color if value > 0 else "white")  # fmt: skip
         place = {"ha": "left", "xytext": (0, 5)} if x < (low * high) ** 0.5 else {"ha": "right", "xytext": (4, 5)}
-        number = "infinite" if np.isinf(value) else f"{value:.2g}"
+        number = "infinite" if np.isinf(value) else f"{float(f'{value:.2g}'):g}"  # 100%, not 1e+02
         axes.annotate(number, (x, row), textcoords="offset points", fontsize=7, **place)  # pyright: ignore
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
     axes.xaxis.set_minor_locator(NullLocator())

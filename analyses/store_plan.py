@@ -186,7 +186,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def _size(n: float) -> str:
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n < 1000:
+        if n < 999.5:  # which three digits would round to 1e+03
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} PB"
@@ -194,6 +194,6 @@ def _size(n: float) -> str:
 
 def _duration(hours: float) -> str:
     for unit, length in (("s", 1 / 3600), ("min", 1 / 60), ("h", 1.0)):
-        if hours / length < (100 if unit != "h" else 48):
+        if hours / length < (99.5 if unit != "h" else 48):
             return f"{hours / length:.2g} {unit}"
-    return f"{hours / 24:,.0f} days" if hours < 24 * 365 else f"{hours / 24 / 365:,.2g} years"
+    return f"{hours / 24:,.0f} days" if hours < 24 * 365 else f"{float(f'{hours / 24 / 365:.2g}'):,g} years"

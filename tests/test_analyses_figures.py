@@ -229,7 +229,15 @@ def test_ways_to_measure_are_bars_of_their_ratios_with_quartiles():
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(999, "999 B"), (25_600, "25.6 kB"), (3e6, "3 MB"), (4.5e9, "4.5 GB"), (2e12, "2 TB"), (7e15, "7 PB")],
+    [
+        (999, "999 B"),
+        (999_600, "1 MB"),
+        (25_600, "25.6 kB"),
+        (3e6, "3 MB"),
+        (4.5e9, "4.5 GB"),
+        (2e12, "2 TB"),
+        (7e15, "7 PB"),
+    ],
 )
 def test_bytes_have_units(n, text):
     assert store_plan._size(n) == text
@@ -237,7 +245,15 @@ def test_bytes_have_units(n, text):
 
 @pytest.mark.parametrize(
     ("hours", "text"),
-    [(30 / 3600, "30 s"), (5 / 60, "5 min"), (36, "36 h"), (72, "3 days"), (24 * 365 * 2, "2 years")],
+    [
+        (30 / 3600, "30 s"),
+        (99.7 / 3600, "1.7 min"),
+        (5 / 60, "5 min"),
+        (36, "36 h"),
+        (72, "3 days"),
+        (24 * 365 * 2, "2 years"),
+        (24 * 365 * 123, "120 years"),
+    ],
 )
 def test_hours_are_said_in_units_of_their_size(hours, text):
     assert store_plan._duration(hours) == text
