@@ -162,12 +162,13 @@ def test_whoever_dies_any_number_finishes_it(home, whole, tmp_path, monkeypatch,
 
 @pytest.fixture
 def stopped(home, tmp_path, monkeypatch):
-    """A run by two processes that ended with the parts of both on the disk."""
+    """A run by several processes that ended with the parts of two on the disk, and one half-written."""
     with monkeypatch.context() as patch:
         stopping(patch, N - 1, 4, RunError("no more of this"))
         by_ranks(2, lambda ranks: start_run(config(home), tmp_path / "run", ranks=ranks, progress=False))
     assert (tmp_path / "run/state/gpt2.safetensors").is_file()
     assert (tmp_path / "run/state/parts/gpt2/1.safetensors").is_file()
+    (tmp_path / "run/state/parts/gpt2/2.safetensors.partial").touch()
     return tmp_path / "run"
 
 
@@ -186,6 +187,7 @@ def test_a_kill_while_parts_are_put_together_counts_none_twice(whole, stopped, m
     assert (stopped / "state/parts/gpt2/1.safetensors").is_file()
     resume_run(stopped, progress=False)
     assert_same(whole, stopped)
+    assert not (stopped / "state/parts").exists()
 
 
 def test_a_damaged_part_is_named_and_what_it_is_of_can_be_measured_again(whole, stopped):

@@ -17,7 +17,7 @@ import safetensors.torch
 from torch import Tensor
 
 from normgeo.angles.statistics import AngleStatistics
-from normgeo.system.files import unreadable, write_whole
+from normgeo.system.files import PARTIAL, unreadable, write_whole
 
 __all__ = ["Span", "State", "joined", "missing", "n_tokens"]
 
@@ -106,11 +106,11 @@ class State:
             done = self._added(part, statistics, done, WITHOUT)
         if parts:
             self.save(statistics, done)
-            for part in parts:
-                part.unlink()
-            with suppress(OSError):  # a file system may show one late
-                self.parts.rmdir()
-                self.parts.parent.rmdir()
+        for file in (*parts, *self.parts.glob(f"*{PARTIAL}")):  # or what a process was writing when it was killed
+            file.unlink()
+        with suppress(OSError):  # there are none, or a file system may show one late
+            self.parts.rmdir()
+            self.parts.parent.rmdir()
         return list(done)
 
     def _added(self, path: Path, statistics: AngleStatistics, done: Sequence[Span], otherwise: str) -> list[Span]:
