@@ -184,10 +184,11 @@ else:
 
 
 def test_killed_processes_lose_nothing(home, url, tmp_path):
-    """Killed at random moments, one of them for certain among its commits."""
+    """Killed at random moments, one of them for certain among its commits, and one before, as it tried the bucket."""
     np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (int(os.environ.get("ROWS", 200)), CONTEXT)))
     Forked(CODE, home, tmp_path / "whole").done()
     rng, storage = random.Random(0), storage_at(url)
+    storage.put("scratch/tried", b"")
     for kill in range(int(os.environ.get("ROUNDS", 2))):
         process, had = Forked(CODE, home, url), len(storage.names("commits"))
         process.until(lambda process=process: "ready" in process.stdout)
@@ -204,6 +205,7 @@ def test_killed_processes_lose_nothing(home, url, tmp_path):
     assert remote_content(url) == content(tmp_path / "whole")
     assert verify(url)[1] == []
     assert storage.size("lock") is None
+    assert storage.names("scratch") == []
 
 
 def test_a_second_writer_is_refused(home, url):

@@ -160,11 +160,9 @@ class Objects(Storage):
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None where there is none."""
-        try:
-            with self._explained(name):
-                return self._ob.head(self._objects, name)["size"]
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._explained(name):
+            return self._ob.head(self._objects, name)["size"]
+        return None
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of the objects right below a folder: a thousand of them by one request."""
@@ -225,12 +223,12 @@ class Objects(Storage):
         with self._explained(name):
             self._ob.delete(self._objects, [name])
 
-    def discard(self) -> None:
-        """Remove all objects but the lock, which is renewed before: who has lost it removes nothing of another's."""
+    def discard(self, folder: str | None = None) -> None:
+        """Remove all objects, or those in a folder, but the lock, without which nothing is removed: it is renewed."""
         if not self._renewed():
             return
         with self._explained():
-            for page in self._ob.list(self._objects):
+            for page in self._ob.list(self._objects, folder):
                 self._ob.delete(self._objects, [found["path"] for found in page if found["path"] != "lock"])
 
     @contextmanager
@@ -289,6 +287,7 @@ class Objects(Storage):
         beside.start()
         self._writing = True
         try:
+            self.discard("scratch")  # what was tried by a writer that was killed
             yield run
         finally:
             self._writing = False
