@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from zoo import tiny
+from zoo import perturb, tiny
 
 from normgeo.conversion import sharded
+from normgeo.conversion.gauge import find_gauge
 from normgeo.conversion.probing import looking_at
 from normgeo.conversion.shallow import Spread, check_alike, shallow_config, shallow_gauge, shallow_model, spread
 from normgeo.conversion.sharded import convert_sharded
@@ -86,3 +87,16 @@ def test_parts_of_half_precision_are_looked_at_in_one_dtype():
     config.encoder.dtype = config.decoder.dtype = torch.bfloat16
     gauge = shallow_gauge(hf.VisionEncoderDecoderModel, config)
     assert {"encoder.layers.4.mlp.fc2.bias", "decoder.transformer.h.4.mlp.c_proj.bias"} <= {s[0] for s in gauge.writers}
+
+
+def test_what_reads_a_stream_is_named_in_its_own_layer(tmp_path):
+    """A Post-LN model's queries read what a norm has given; of the layers between one is looked at for the others."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 6, "decoder_layers": 5}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    model = perturb(hf.BlenderbotSmallModel(hf.BlenderbotSmallConfig(**sizes, **heads, vocab_size=48)).eval())
+    whole = find_gauge(model)
+    assert shallow_gauge(type(model), model.config).raw == whole.raw
+    model.save_pretrained(tmp_path / "in")
+    kept = convert_sharded(tmp_path / "in", tmp_path / "out").kept
+    assert all(", ".join(whole.raw[name][:3]) in why for name, why in kept.items())
+    assert "encoder.layers.4.fc1" in kept["encoder.layers.4.final_layer_norm"]

@@ -163,6 +163,16 @@ class Spread:
                 return prefix, int(number), rest
         return None
 
+    def beside(self, name: str, site: str, deep: str) -> str:
+        """What a name of the shallow model is beside one of those that a site stands for.
+
+        In the site's list of layers it is as many layers away, as a reader of a norm is; else the first it stands for.
+        """
+        mine, theirs, there = self.place(name), self.place(site), self.place(deep)
+        if mine is None or theirs is None or there is None or mine[0] != theirs[0]:
+            return self.first(name)
+        return ".".join(filter(None, (mine[0], str(there[1] + mine[1] - theirs[1]), mine[2])))
+
 
 def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
     """Find for each layer of the deep model one of the shallow model with the same parameters, and at the same place.
@@ -272,7 +282,9 @@ def deepened(gauge: Gauge, to: Spread) -> Gauge:
         tables=shifts(gauge.tables),
         readers=tuple(reader for short in gauge.readers for reader in _readers(short, to)),
         invisible=tuple(place._replace(module=name) for place in gauge.invisible for name in to(place.module)),
-        raw={name: who for key, who in gauge.raw.items() for name in to(key)},
+        raw={
+            name: tuple(to.beside(one, key, name) for one in who) for key, who in gauge.raw.items() for name in to(key)
+        },
         sites=tuple(_sites(gauge.sites, to)),
         functions=tuple(_sites(gauge.functions, to)),
         idle=tuple(name for key in gauge.idle for name in to(key)),

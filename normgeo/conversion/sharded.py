@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -285,7 +286,7 @@ def _spread_recipe(recipe: dict[str, Any], to: Spread) -> dict[str, Any]:
 def _of_all_layers(conversion: Conversion, recipe: dict[str, Any], gauge: Gauge, to: Spread) -> Conversion:
     """What was done to all layers, for what was done to the first."""
     beside = {name for site in conversion.untouched for name in to(site.name)}
-    kept = {name: why for key, why in conversion.kept.items() for name in to(key)}
+    kept = {name: _why(why, key, name, to) for key, why in conversion.kept.items() for name in to(key)}
     replaced = tuple(site for site in gauge.layernorms if site.name in recipe["norms"])
     untouched = tuple(site for site in gauge.layernorms if site.name in beside)
     places = tuple(Place(*place[:3]) for place in recipe["recenter"])
@@ -294,6 +295,11 @@ def _of_all_layers(conversion: Conversion, recipe: dict[str, Any], gauge: Gauge,
         conversion, certificate=replace(conversion.certificate, **counts), replaced=replaced, kept=kept,
         untouched=untouched, recentered=places,
     )  # fmt: skip
+
+
+def _why(why: str, key: str, name: str, to: Spread) -> str:
+    """Why a norm is kept, for another that it stands for: what reads its input is in that one's layers."""
+    return re.sub(r"[\w.]+", lambda word: to.beside(word[0], key, name), why)
 
 
 def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> list[list[str]]:
