@@ -30,6 +30,7 @@ __all__ = [
     "check_model",
     "copied",
     "default_dtype",
+    "loaded_dtype",
     "memory_explained",
     "on_cpu",
     "out_of_memory",
@@ -214,6 +215,11 @@ def _check_adapters(model: Any) -> None:
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head: hidden states do not need logits, and the head costs a quarter of a small model."""
     return cast(PreTrainedModel, model.base_model)
+
+
+def loaded_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What a model is loaded in: its narrowest parameters' dtype, for some keep a few in single precision always."""
+    return min((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
 
 
 class _OfAllThreads:

@@ -332,3 +332,12 @@ def test_by_shard_a_models_own_names_are_not_taken_for_older_ones(tmp_path):
     model = hf.DINOv3ViTModel(hf.DINOv3ViTConfig(num_hidden_layers=1, **sizes))
     save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     assert Shards(tmp_path, model).stored == {name: name for name in model.state_dict()}
+
+
+def test_a_model_that_keeps_its_first_parameters_in_single_precision_is_saved_in_half(tmp_path):
+    """BLIP-2's queries, whatever all others are loaded in."""
+    tiny_architecture(ALL["blip-2"]).half().save_pretrained(tmp_path / "in")
+    conversion = convert(load_model(tmp_path / "in"))
+    assert conversion.certificate.own_dtype == "float16"
+    save(conversion, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"

@@ -37,6 +37,7 @@ from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError, ModelError
+from normgeo.models import loaded_dtype
 from normgeo.system.folders import whole_directory
 from normgeo.trace import evaluating
 
@@ -157,7 +158,9 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
 
 def _read(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1  # it may not fit on one device
-    return loading.load_model(folder, dtype=model.dtype, device=model.device, device_map="auto" if spread else None)
+    return loading.load_model(
+        folder, dtype=loaded_dtype(model), device=model.device, device_map="auto" if spread else None
+    )
 
 
 @torch.no_grad()
@@ -168,7 +171,7 @@ def check_read(conversion: Conversion, read: PreTrainedModel) -> None:
         ConversionError: their outputs differ.
     """
     model = conversion.model
-    if model.dtype not in (torch.float32, torch.float64):  # whose rounding would hide what differs
+    if loaded_dtype(model) not in (torch.float32, torch.float64):  # whose rounding would hide what differs
         model, read = float64_copy(model), float64_copy(read)
         _take_constants(read, model)
     with evaluating(model):
@@ -286,7 +289,8 @@ def write_config(
     raw = config.to_dict() | {
         "model_type": model_type, "architectures": [cls.__name__], "normgeo": recipe,
         "auto_map": {"AutoConfig": f"{module}.Converted{settings.__name__}"} | headless | auto_map(cls),
-        "dtype": str(conversion.model.dtype).removeprefix("torch."), "transformers_version": transformers.__version__,
+        "dtype": str(loaded_dtype(conversion.model)).removeprefix("torch."),
+        "transformers_version": transformers.__version__,
     }  # fmt: skip
     raw.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))

@@ -21,7 +21,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs, max_context
 from normgeo.loading import ADAPTER, commit_of, explained, label_of, load_model, load_tokenizer, whence
-from normgeo.models import weights_digest
+from normgeo.models import loaded_dtype, weights_digest
 from normgeo.norms import CRMSNorm
 from normgeo.numbers import check_numbers
 from normgeo.sites import find_sites
@@ -124,7 +124,7 @@ def convert_checkpoint(
     else:
         batches, of_text = _text(model, data, tokenizer, n_tokens, context)
         parameters = sum(p.numel() for p in model.parameters())
-        announce(f"{name}: {parameters:,} parameters, {model.dtype}; finding what to center")
+        announce(f"{name}: {parameters:,} parameters, {loaded_dtype(model)}; finding what to center")
         options: dict[str, Any] = {"keep_tie": keep_tie, "fold_affine": fold_affine, "padded": padded}
         conversion = convert(model, to, outputs=outputs, certify_on=batches, **options)
         for line in _sizes(model, conversion.model):
