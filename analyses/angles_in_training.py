@@ -25,6 +25,9 @@ COLUMNS = {"step", "model", "site", "layer", "role", "stack", "phase", "directio
 def compute(run: Path | None = None) -> pd.DataFrame:
     """The angles before and after every norm of every checkpoint, with a column `step`.
 
+    Args:
+        run: a finished run of `normgeo angles --checkpoints`; None is that of the embedded pair's training.
+
     Raises:
         DataError: the directory holds no finished run of `normgeo angles --checkpoints`.
         RunError: its table is damaged.

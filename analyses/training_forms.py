@@ -26,7 +26,10 @@ NAMES = {"pre-ln": "Pre-LN", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-
 
 
 def compute(n_tokens: int | None = None) -> pd.DataFrame:
-    """One row per form and step; `n_tokens` are trained on (30 steps of the tiny size by default).
+    """One row per form and step.
+
+    Args:
+        n_tokens: tokens to train on, in steps of 2,048, at least two; None is 61,440.
 
     Raises:
         DataError: fewer than one token.

@@ -263,6 +263,12 @@ def test_hours_are_said_in_units_of_their_size(hours, text):
     ("arguments", "said"),
     [
         ("efficiency --run a --run b", "error: efficiency takes one --run, what `normgeo bench inference --out` wrote"),
+        (
+            "angles_in_training --run a --run b",
+            "takes one --run, a finished run of `normgeo angles --checkpoints`; received 2",
+        ),
+        ("angles_in_training --model a", "error: angles_in_training does not depend on --model; leave it out"),
+        ("training_forms --help", "tokens to train on"),
         ("coverage --run a --run b", "error: coverage does not depend on --run"),
         ("nonsense --run a --run b", "error: no analysis 'nonsense'"),
         ("--out masks rotation --help", "rotation: Rotation by standardization"),
