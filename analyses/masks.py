@@ -55,13 +55,13 @@ def _rows(sites: pd.DataFrame, stores: _source.ScalarStores, masks: Mapping[str,
                 for direction in NAMES:
                     degrees = store.angles(site["site"], phase, direction)
                     for name, keep in chosen.items():
-                        heads = np.repeat(keep, len(degrees) // len(keep))  # a norm on heads has several a token
-                        theta = degrees[heads]
+                        kept = np.repeat(keep, len(degrees) // len(keep))  # a norm on heads has several a token
+                        kept &= ~np.isnan(degrees)
+                        theta, length = (pd.Series(of[kept], dtype=float) for of in (degrees, norms))  # NaN of none
                         yield {str(k): v for k, v in site.items()} | {
                             "phase": phase, "direction": direction, "mask": name,
-                            "mean_deg": np.nanmean(theta), "std_deg": np.nanstd(theta),
-                            "median_deg": np.nanmedian(theta), "mean_norm": norms[heads][~np.isnan(theta)].mean(),
-                            "n_tokens": int(np.count_nonzero(~np.isnan(theta))),
+                            "mean_deg": theta.mean(), "std_deg": theta.std(ddof=0), "median_deg": theta.median(),
+                            "mean_norm": length.mean(), "n_tokens": len(theta),
                         }  # fmt: skip
 
 

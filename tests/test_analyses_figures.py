@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from analyses import (
+    _source,
     angles_by_layer,
     efficiency,
     masks,
@@ -23,6 +24,7 @@ from analyses import (
 )
 from analyses.__main__ import main
 from normgeo import figures
+from normgeo.angles.scalars import ScalarStore
 from normgeo.angles.verdict import GROUP_LABELS
 from normgeo.bench.stream import VARIANTS
 
@@ -80,6 +82,28 @@ def test_masks_have_the_angles_to_the_uniform_vector_before_and_after():
         for mask in ("all", "late"):
             here = frame[(frame.model == model) & (frame.phase == phase) & (frame["mask"] == mask)]
             agrees(found[mask], DEPTH, here[here.direction == "uniform"])
+
+
+class Scalars(ScalarStore):
+    """Of a model whose first token is a zero vector."""
+
+    def __init__(self):
+        self.position = np.arange(3)
+
+    def norms(self, site, phase="pre"):
+        return np.array([0, 1, 3], np.float32)
+
+    def angles(self, site, phase="pre", direction="uniform"):
+        return np.array([np.nan, 80, 90])
+
+
+def test_of_a_mask_that_leaves_no_angle_there_is_none(monkeypatch):
+    sites = table().query("model == 'one' and layer == 0")[["model", "site", "layer", "role", "kind", "stack"]]
+    monkeypatch.setattr(_source, "scalars", lambda *_: contextlib.nullcontext((sites, {"one": Scalars()})))
+    found = masks.compute().drop_duplicates("mask").set_index("mask").loc[:, "mean_deg":"n_tokens"]
+    assert found.loc["first position only"].tolist() == pytest.approx([np.nan] * 4 + [0], nan_ok=True)
+    assert found.loc["without the first position"].tolist() == [85, 5, 85, 2, 2]
+    assert found.loc["all tokens"].tolist() == [85, 5, 85, 2, 2]
 
 
 def test_of_several_models_the_first_norm_of_every_layer_is_drawn():
