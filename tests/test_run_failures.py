@@ -98,9 +98,17 @@ def test_scalars_that_are_gone_of_a_model_that_is_done_are_said(stopped, monkeyp
     resume_run(stopped, progress=False)
 
 
-def test_scalars_whose_metadata_is_damaged_are_not_gone_on_with_either(stopped, monkeypatch):
+def test_scalars_that_are_cut_or_whose_metadata_is_damaged_are_not_gone_on_with_either(stopped, monkeypatch):
     folder = stopped / "scalars.zarr/gpt2"
     monkeypatch.setattr(runs, "stream", lambda *_: pytest.fail("something was measured"))
+    for name in ("tokens/id/c/1", "sites/transformer.h.0.ln_2/post/c/0/0"):
+        kept = (folder / name).read_bytes()
+        for content in (kept[:-1], b""):
+            (folder / name).write_bytes(content)
+            found = f"{name} is damaged: it has {len(content):,} bytes instead of {len(kept):,}; put it back, or start"
+            with pytest.raises(RunError, match=found):
+                resume_run(stopped, progress=False)
+        (folder / name).write_bytes(kept)
     for name in ("", "tokens/id/", "sites/transformer.h.1.ln_1/pre/"):
         file = folder / f"{name}zarr.json"
         kept = file.read_bytes()

@@ -18,6 +18,7 @@ as well.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -49,6 +50,7 @@ WHOLE: Any = {"write_empty_chunks": True}
 """Chunks of which all is zero or NaN are written as others are, so that one that is not there is missing."""
 
 RESTORE = "put it back, or measure again with --keep scalars"
+AGAIN = "put it back, or start again in another directory"
 DAMAGED = (OSError, ValueError, KeyError, TypeError)
 """What zarr raises where its metadata is missing or damaged."""
 
@@ -135,7 +137,7 @@ class ScalarWriter:
             )  # fmt: skip
 
     def check(self, done: Sequence[tuple[int, int]]) -> None:
-        """See that all of these tokens is there, before others are measured that would be written beside them.
+        """See that all of these tokens is there, by its length, before others are measured and written beside them.
 
         Chunks that zarr was writing when it was killed, beside their names, are removed.
 
@@ -148,19 +150,18 @@ class ScalarWriter:
         ends = dict.fromkeys(TOKENS, "") | dict.fromkeys(of_sites, "/0")
         rows = sorted({row for start, stop in done for row in range(start // self.block, -(-stop // self.block))})
         for name, end in ends.items():
-            needed = ("zarr.json", *(f"c/{row}{end}" for row in rows))
-            if absent := [file for file in needed if not (self.path / name / file).is_file()]:
+            about, *chunks = (self.path / name / file for file in ("zarr.json", *(f"c/{row}{end}" for row in rows)))
+            if absent := [file for file in (about, *chunks) if not file.is_file()]:
                 n_done = sum(stop - start for start, stop in done)
-                raise RunError(
-                    f"{self.path / name / absent[0]} is missing, of {n_done:,} tokens that were measured; put it back, "
-                    "or start again in another directory"
-                )
+                raise RunError(f"{absent[0]} is missing, of {n_done:,} tokens that were measured; {AGAIN}")
             try:
-                self._array(name)
+                array = self._array(name)
             except DAMAGED as error:
-                raise RunError(
-                    f"{self.path / name} is damaged ({error}); put it back, or start again in another directory"
-                ) from error
+                raise RunError(f"{self.path / name} is damaged ({error}); {AGAIN}") from error
+            whole = math.prod(array.chunks) * array.dtype.itemsize + CHECKSUM * len(array.compressors)
+            if cut := [file for file in chunks if file.stat().st_size != whole]:  # as a power cut may leave them
+                found = cut[0].stat().st_size
+                raise RunError(f"{cut[0]} is damaged: it has {found:,} bytes instead of {whole:,}; {AGAIN}")
 
     def take(self, batch: TokenBatch, statistics: AngleStatistics) -> None:
         """Keep the norms and angles of the batch that has just gone through the statistics."""
