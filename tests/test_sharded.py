@@ -380,6 +380,7 @@ def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "name", "dtype"), [
     ("videoprism", "text_model.embeddings.position_embedding", torch.float32),
     ("voxtral", "model.audio_tower.embed_positions.weight", torch.bfloat16),
+    ("qwen3_asr", "model.audio_tower.positional_embedding.positional_embedding", torch.float16),
 ])  # fmt: skip
 def test_a_table_that_is_stored_is_centered_where_it_lies(kind, name, dtype, tmp_path):
     """The positions of VideoPrism's text model are no parameter; Voxtral's are loaded in single precision always."""

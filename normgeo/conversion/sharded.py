@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, build_glob_alternation, rename_source_key
+from transformers.modeling_utils import local_torch_dtype
 
 from normgeo.conversion.centering import center_writers
 from normgeo.conversion.checkpoint import check_read, describe, write_config
@@ -249,11 +250,16 @@ def _few_layers(model: PreTrainedModel, written: Shards, to: Spread) -> PreTrain
 
 def _with_weights(shallow: PreTrainedModel, shards: Shards, to: Spread, dtype: torch.dtype) -> PreTrainedModel:
     """The shallow model with the weights of layers that it stands for, in the dtypes that they are loaded in."""
-    model = shallow.__class__(shallow.config).to(dtype).eval()  # pyright: ignore
-    if plan := model._get_dtype_plan(dtype):  # what a model wants in single precision always
-        wide, *_ = build_glob_alternation(list(plan))
-        for name, value in model.state_dict(keep_vars=True).items():
-            value.data = value.float() if wide.search(name) and value.is_floating_point() else value.data
+    cls, config = type(shallow), shallow.config
+    with local_torch_dtype(dtype):  # as it is loaded
+        made = dict(empty_model(cls, config).named_buffers())
+    model: PreTrainedModel = cls(config).eval()  # pyright: ignore
+    plan, stored = model._get_dtype_plan(dtype), model.state_dict().keys()
+    wide = build_glob_alternation(list(plan))[0].search if plan else lambda name: None  # in single precision always
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_floating_point():
+            own = made[name].dtype if name not in stored else torch.float32 if wide(name) else dtype
+            value.data = value.to(own)
     try:
         model.load_state_dict(_values(model, shards, to), strict=False)
     except RuntimeError as error:  # a size goes with the number of layers
