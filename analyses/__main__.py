@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
+import gc
 import importlib
 import os
 import pkgutil
@@ -240,4 +242,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # to look for garbage in all that is imported takes a second
     sys.exit(main())

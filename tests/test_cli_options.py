@@ -1,5 +1,6 @@
 """Every option of a command reaches what it is of, zeros too."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,13 @@ def called(normgeo, monkeypatch):
         def stop(*args, **options):
             options = {k: v for k, v in options.items() if not callable(v)}
             given.append((args, options))
+            assert gc.isenabled()  # it is not while libraries are loaded
             raise NormGeoError("enough")
 
         monkeypatch.setattr(module, function, stop)
         status, _, said = normgeo(*words)
         assert (status, said) == (1, "error: enough"), said
+        assert gc.isenabled()
         return given[0]
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -124,11 +125,13 @@ def _interruptions() -> Iterator[None]:
 def quiet() -> None:
     """Leave the terminal to our own output: one progress bar, one line for an error; Ctrl-C is an exception again.
 
-    So is SIGTERM; in a rank not, for one that waits for others that died would not come to it.
+    So is SIGTERM; in a rank not, for one that waits for others that died would not come to it. All that is large is
+    loaded by then, and garbage is collected from now on.
     """
     import huggingface_hub
     import transformers
 
+    gc.enable()
     huggingface_hub.utils.logging.set_verbosity_error()  # its retries without a network, a line each
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import signal
 import sys
@@ -31,6 +33,9 @@ def main() -> None:
     warnings.showwarning = _shown
     debug = "--debug" in sys.argv
     sys.argv = [a for a in sys.argv if a != "--debug"]
+    # to look for garbage in all that is imported takes a second: in the end, and again and again while it is loaded
+    atexit.register(gc.freeze)
+    gc.disable()  # until `quiet`
     try:
         app()
     except (NormGeoError, OSError, MemoryError) as error:
@@ -39,3 +44,5 @@ def main() -> None:
         line = str(error) if isinstance(error, NormGeoError) else f"{error or 'out of memory'}; --debug shows where"
         meanwhile.print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
         sys.exit(1)
+    finally:
+        gc.enable()

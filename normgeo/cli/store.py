@@ -87,6 +87,7 @@ def verify(
     from normgeo.store.check import verify as verifying
     from normgeo.store.reader import HiddenStateStore
 
+    quiet()
     checked, problems = verifying(store)
     for problem in problems:
         console.print(problem, highlight=False, soft_wrap=True)
