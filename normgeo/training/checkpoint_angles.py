@@ -168,7 +168,6 @@ def _finish(record: dict[str, Any], config: RunConfig, out: Path, ranks: Ranks, 
 
     with disk_explained(out):
         frames = _frames(points, config, out / "parts", ranks, lambda: ranks.first("noted", note), **options)
-        ranks.done("measured")
         if ranks.rank:
             return None
         record["models"] = {_name(point): frame.attrs["about"] for point, frame in frames.items()}
@@ -235,20 +234,20 @@ def _frames(
         _name(point) for point in done if not resumed or _to_be_compared(point, abouts[point], announce)
     ])  # fmt: skip
     mine = ranks.share(left := [point for point in points if point not in done])
-    if ranks.size > 1:
+    if ranks.size > 1 and left:
         announce(f"{len(left)} checkpoints are left for {ranks.size} processes, at most {len(mine)} for each")
     revision = _revision(config, abouts, ranks)
     for number, point in enumerate((*ranks.share([point for point in done if _name(point) in again]), *mine)):
         job = _prepared(point, config, abouts, revision, where)
         if not number:
             note()
-        if (file := files[point]) and point in done:
+        if point in done:
             continue
         check_weights(Path(point.path))
         announce(f"{point.model}, step {point.step:,} ({points.index(point) + 1} of {len(points)})")
         done[point] = _measured(point, job, config, progress)
         done[point].attrs = {"about": abouts[point]}
-        if file is not None:
+        if (file := files[point]) is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, done[point].to_parquet(None, index=False))
         del job  # before the next model is loaded
