@@ -153,7 +153,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(stopped, normgeo, monkey
 
     monkeypatch.setattr("normgeo.system.files._try", denied)
     status, _, error = normgeo("train", "--resume", stopped)
-    assert (status, error) == (1, f"error: cannot write {stopped}: Permission denied; give another --resume")
+    assert (status, error) == (1, f"error: cannot write {stopped}: Permission denied; make it writable")
 
 
 @pytest.mark.parametrize("part", ["nothing", "list", "recipe", "config", "state", "data"])

@@ -167,7 +167,7 @@ def resume_run(
             raise RunError(f"{out} holds no run.json; there is nothing to resume")
         if _read(out)["status"] == "complete":
             raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-        check_folder(out, "--resume")
+        check_folder(out, None)
         held.enter_context(alone(out))
         return _read(out)
 

@@ -54,18 +54,18 @@ def check_file(out: Path | None) -> None:
         raise unwritable(out, error) from error
 
 
-def check_folder(out: Path, option: str = "--out") -> None:
+def check_folder(out: Path, option: str | None = "--out") -> None:
     """Refuse a directory that could not be written, before anything is measured for it; it need not be there yet.
 
     Args:
         out: the directory.
-        option: what gives another.
+        option: what gives another; None where it has to be this one, in which something was begun.
 
     Raises:
         RunError: it, or what it would be made in, is no directory, nothing can be written there, or its name is none
             that the libraries that write to it could pass on.
     """
-    check_name(out, option)
+    check_name(out, option or "directory")
     try:
         if out.is_symlink() and not out.exists():
             raise RunError(
@@ -73,7 +73,7 @@ def check_folder(out: Path, option: str = "--out") -> None:
             )
         there = next(path for path in (out, *out.parents) if path.exists())
         if not there.is_dir():
-            raise RunError(f"cannot write to {out}: {there} is no directory; give another {option}")
+            raise RunError(f"cannot write to {out}: {there} is no directory; give another {option or 'directory'}")
         _try(there)
     except OSError as error:
         raise unwritable(out, error, option) from error
@@ -100,9 +100,10 @@ def _try(folder: Path, name: str = "normgeo") -> None:
         pass
 
 
-def unwritable(out: Path, error: OSError, option: str = "--out") -> RunError:
-    """What is said of a place that the system does not let write to."""
-    return RunError(f"cannot write {out}: {error.strerror or error}; give another {option}")
+def unwritable(out: Path, error: OSError, option: str | None = "--out") -> RunError:
+    """What is said of a place that the system does not let write to; see `check_folder`."""
+    otherwise = "make it writable" if option is None else f"give another {option}"
+    return RunError(f"cannot write {out}: {error.strerror or error}; {otherwise}")
 
 
 def write_table(frame: pd.DataFrame, out: Path | None) -> None:

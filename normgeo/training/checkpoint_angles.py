@@ -132,7 +132,7 @@ def resume_checkpoints(
             raise unreadable(out / "run.json", error, "start again in another directory") from error
         if status == "complete":
             raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
-        check_folder(out, "--resume")
+        check_folder(out, None)
         held.enter_context(alone(out))
         run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
         points = _with_measured(find_checkpoints(where, run.revision), out / "parts")

@@ -155,7 +155,7 @@ def resume_training(out: str | Path, **options: Any) -> dict[str, Path]:
             missing, or nothing can be written.
     """
     record, config, recipe = _read(out := Path(out))
-    check_folder(out, "--resume")
+    check_folder(out, None)
     processes(config.device)
     with ExitStack() as stack:
         by_first(lambda: stack.enter_context(alone(out)))
