@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from normgeo import convert, optimize, wrap
+from normgeo.conversion import liveness
 from normgeo.conversion.additions import rewritten
 from normgeo.conversion.liveness import operands_of
 
@@ -45,6 +46,27 @@ CASES = {
         "while True:\n    r = r + x\n    if flag:\n        break\n    return r\nreturn r, x",
         {"r + x": "read read"},
     ),
+    "a loop that repeats it": (
+        "for _ in z:\n    y = r + x\n    if flag:\n        continue\n    x = f(y)\nreturn y",
+        {"r + x": "read read"},
+    ),
+    "a loop that changes it": (
+        "for _ in z:\n    x = f(z)\n    y = g() + x\n    x *= 2\n    if flag:\n        break\nreturn y",
+        {"g() + x": "value read"},
+    ),
+    "a loop that makes it and goes on": (
+        "for _ in z:\n    x = f(z)\n    y = g() + x\n    if flag:\n        continue\nreturn y",
+        {"g() + x": "value name"},
+    ),
+    "behind a loop that makes it": ("for _ in z:\n    x = f(r)\n    r = r + x\nreturn r, x", {"r + x": "name read"}),
+    "in a loop's else": (
+        "for _ in z:\n    x = f(z)\n    y = g() + x\nelse:\n    kept.append(x)\nreturn y",
+        {"g() + x": "value read"},
+    ),
+    "where it is not made anew": (
+        "try:\n    y = r + x\n    x = f(y)\nexcept E:\n    y = z\nreturn y, x",
+        {"r + x": "name read"},
+    ),
     "while": ("while x.any():\n    r = r + x\nreturn r", {"r + x": "name read"}),
     "augmented": ("r += x\nreturn r, x", {"r += x": "name read"}),
     "augmented alone": ("r += x\nreturn r", {"r += x": "name name"}),
@@ -75,6 +97,11 @@ CASES = {
     "what returns it": ("if flag:\n    return r + x\nreturn x", {"r + x": "name name"}),
     "a named function's": ("def g():\n    return x\ny = r + x\nreturn y, g", {"r + x": "name read"}),
     "a case's": ("match flag:\n    case 1:\n        y = r + x\n        return y\nreturn r", {"r + x": "name name"}),
+    "in a condition": ("if f(r + x):\n    kept.append(x)\nreturn r", {"r + x": "read read"}),
+    "in a loop's condition": ("while f(r + x):\n    flag = z\nreturn flag", {"r + x": "read read"}),
+    "of a loop": ("for z in f(r + x):\n    kept.append(x)\nreturn flag", {"r + x": "name read"}),
+    "in a guard": ("match r + x:\n    case y if x.any():\n        return y", {"r + x": "name read"}),
+    "another in its own loop": ("y = f(r + x, [0 for x in z])\nreturn x", {"r + x": "name read"}),
     "everybody's": ("global x\nx = f(r)\ny = r + x\nreturn y", {"r + x": "name read"}),
 }
 
@@ -83,8 +110,13 @@ CASES = {
 def test_operands(case):
     code, expected = CASES[case]
     function = ast.parse("def forward(self, r, x, flag, kept, z):\n" + textwrap.indent(code, "    ")).body[0]
-    found = [(ast.unparse(node), " ".join(kinds)) for node, kinds in operands_of(function).items()]
-    assert found == list(expected.items())
+    found = operands_of(function)
+    assert [(ast.unparse(node), " ".join(kinds)) for node, kinds in found.items()] == list(expected.items())
+    behind, alike = liveness.read_behind(function), liveness._aliases(function)
+    for node, kinds in found.items():
+        for operand, kind in zip(liveness._operands(node), kinds, strict=True):
+            if isinstance(operand, ast.Name):
+                assert (kind == "read") == bool(alike.get(operand.id, {operand.id}) & behind[node])
 
 
 @pytest.mark.parametrize("given", ["self, x", "self, *, x", "self, x, /", "self, *x", "self, **x"])
@@ -206,8 +238,20 @@ class Flagged(Named):
         return y + other[0] if other else y
 
 
+class Guarded(Flagged):
+    """It adds in a condition, and once more where that holds."""
+
+    def forward(self, x):
+        a = self.f(self.n1(x))
+        if (y := x + a).any() and self.told:
+            y = x + a / 2
+        y = y + self.g(self.n2(y))
+        self.kept = [y.norm()]
+        return y
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("block", [Named, Lengths, Inside, Growing, Listed, Cleared, Flagged])
+@pytest.mark.parametrize("block", [Named, Lengths, Inside, Growing, Listed, Cleared, Flagged, Guarded])
 def test_branches_that_are_kept_are_not_written_over(block):
     torch.manual_seed(0)
     layers = [nn.Embedding(64, 32), block(), block(), nn.LayerNorm(32), nn.Linear(32, 64)]

@@ -36,8 +36,7 @@ def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Opera
     within = [node for statement in function.body for node in ast.walk(statement)]
     if any(isinstance(node, ast.Name) and node.id in ANY_NAME for node in within):
         return {}
-    shared = {name for node in within if isinstance(node, INNER) for name in _loads(node)}  # whenever they run
-    shared |= {name for node in within if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+    shared = _shared(within)
     repeated = {id(part) for node in within if isinstance(node, REPEATED) for part in ast.walk(node)}
     alike, found = _aliases(function), dict[ast.AST, tuple[Operand, Operand]]()
     for path in _paths(function.body, []):
@@ -46,9 +45,7 @@ def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Opera
             if operands is None or id(node) in repeated:
                 continue
             a, b = operands
-            found[node] = (
-                _kind(a, operands, path, alike, shared), _kind(b, operands, path, alike, shared),
-            )  # fmt: skip
+            found[node] = _kind(a, node, path, alike, shared), _kind(b, node, path, alike, shared)
     return found
 
 
@@ -57,22 +54,25 @@ def read_behind(function: ast.FunctionDef) -> dict[ast.AST, frozenset[str]]:
 
     Which of them hold what is added, for a function that was called gave it back, is seen where it runs.
     """
-    within = [node for statement in function.body for node in ast.walk(statement)]
-    shared = {name for node in within if isinstance(node, INNER) for name in _loads(node)}  # whenever they run
+    shared = _shared([node for statement in function.body for node in ast.walk(statement)])
     every = {name for statement in function.body for name in _names(statement)} | set(parameters(function))
     found = dict[ast.AST, frozenset[str]]()
     for path in _paths(function.body, []):
         for node in _own_nodes(path[-1][0][path[-1][1]]):
-            if (operands := _operands(node)) is not None:
-                here, own = _loads_of(path[-1][0][path[-1][1]]), [name for part in operands for name in _names(part)]
-                again = {n for n in every if here.count(n) > own.count(n) or _read_behind(n, path)}
+            if _operands(node) is not None:
+                here, own = _loads_of(path[-1][0][path[-1][1]]), _loads_of(node)
+                again = {n for n in every if here.count(n) > own.count(n) or _read_behind(n, own, path)}
                 found[node] = frozenset(again | shared)
     return found
 
 
-def _kind(
-    operand: ast.expr, both: tuple[ast.expr, ast.expr], path: Path, alike: dict[str, set[str]], shared: set[str]
-) -> Operand:
+def _shared(within: list[ast.AST]) -> set[str]:
+    """The names that other functions, and those inside, may read whenever they run."""
+    inner = {name for node in within if isinstance(node, INNER) for name in _loads(node)}
+    return inner | {name for node in within if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+
+
+def _kind(operand: ast.expr, of: ast.AST, path: Path, alike: dict[str, set[str]], shared: set[str]) -> Operand:
     whole = operand
     while isinstance(whole, (ast.Attribute, ast.Subscript)):
         whole = whole.value
@@ -82,10 +82,10 @@ def _kind(
         return "read"  # what it is an item or an attribute of holds it
     names = alike.get(operand.id, {operand.id})
     body, i, _ = path[-1]
-    here, own = _loads_of(body[i]), [name for part in both for name in _names(part)]
+    here, own = _loads_of(body[i]), _loads_of(of)
     if names & shared or any(here.count(name) > own.count(name) for name in names):
         return "read"
-    return "read" if any(_read_behind(name, path) for name in names) else "name"
+    return "read" if any(_read_behind(name, own, path) for name in names) else "name"
 
 
 def _aliases(function: ast.FunctionDef) -> dict[str, set[str]]:
@@ -166,47 +166,48 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def _loads(node: ast.AST) -> set[str]:
-    """The names that are read."""
-    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    changed = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
-    return found | {target.id for target in changed if isinstance(target, ast.Name)}
+    """The names that are read in it."""
+    return set(_loads_of(node))
 
 
-def _loads_of(statement: ast.stmt) -> list[str]:
-    """The names that a statement reads itself, one for each time."""
-    found = [n for n in _own_nodes(statement) if isinstance(n, ast.Name)]
-    target = statement.target if isinstance(statement, ast.AugAssign) else None
-    return [n.id for n in found if isinstance(n.ctx, ast.Load) or n is target]
+def _loads_of(node: ast.AST) -> list[str]:
+    """The same, one for each time: of a statement with others in it theirs too, which run behind what its head does."""
+    within = list(ast.walk(node))
+    changed = {id(n.target) for n in within if isinstance(n, ast.AugAssign)}
+    found = [n for n in within if isinstance(n, ast.Name)]
+    return [n.id for n in found if isinstance(n.ctx, ast.Load) or id(n) in changed]
 
 
 def _stores_of(statement: ast.stmt) -> set[str]:
     """The names that a statement surely gives another value."""
     if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         return set()
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    stored = (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+    return {n.id for n in stored if isinstance(n.ctx, ast.Store)}
 
 
-def _read_behind(name: str, path: Path) -> bool:
-    """Whether a name may be read behind a statement before it is something else."""
+def _read_behind(name: str, own: list[str], path: Path) -> bool:
+    """Whether a name may be read behind an addition, which reads its own, before it is something else."""
     around = [parent for *_, parent in path if parent is not None]
-    for tried in (parent for parent in around if isinstance(parent, (ast.Try, ast.TryStar))):
-        if any(name in _loads(part) for part in (*tried.handlers, *tried.orelse, *tried.finalbody)):
-            return True  # whatever ends the rest
     loops = [parent for parent in around if isinstance(parent, LOOPS)]
-    if any(isinstance(node, (ast.Break, ast.Continue)) for loop in loops for node in ast.walk(loop)):
-        body, _, outer = path[0]
-        assert outer is None
-        reads = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-        return sum(n.id == name for n in reads) > 1
+    jumps = any(isinstance(node, (ast.Break, ast.Continue)) for loop in loops for node in ast.walk(loop))
+    jumps = jumps or any(isinstance(parent, (ast.Try, ast.TryStar)) for parent in around)  # whatever is raised
+    if jumps and sum(_loads_of(statement).count(name) for statement in path[0][0]) > own.count(name):
+        return True
     inner = path[-1][0][path[-1][1]]
+    if isinstance(inner, ast.While) and name in _loads(inner.test):
+        return True
     if name in _stores_of(inner) or isinstance(inner, (ast.Return, ast.Raise)):
         return False
     for body, i, parent in reversed(path):
-        again = body[: i + 1] if isinstance(parent, LOOPS) else []
-        condition = [ast.Expr(parent.test)] if isinstance(parent, ast.While) else []
-        use = _use([*body[i + 1 :], *condition, *again], name)
+        use = None if jumps else _use(body[i + 1 :], name)
         if use is not None:
             return use == "read"
+        if isinstance(parent, LOOPS):  # it goes on in one of these ways, or ends
+            condition = [ast.Expr(parent.test)] if isinstance(parent, ast.While) else []
+            if "read" in (_use([*condition, *body[: i + 1]], name), _use([*condition, *parent.orelse], name)):
+                return True
     return False
 
 
