@@ -27,7 +27,7 @@ EPS = re.compile(r"(^|_)eps(ilon)?(_|$)", re.IGNORECASE)  # steps are none
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a norm is: its kind, its epsilon, and whether it has a gamma and a beta."""
+    """What a norm is: its kind, its epsilon, and whether it has a gamma and a beta, as parameters or otherwise."""
 
     kind: Kind
     eps: float
@@ -121,8 +121,11 @@ class _Probe:
                 short = fresh / 1e3
                 named = [eps for eps in _named_eps(module) if _is_its_eps(eps, module, short, gamma, kind)]
                 eps = named[0] if named else _measured_eps(module, short, gamma, kind, given)
-                has_bias = bool(beta.abs().max() > TOLERANCE * gamma.abs().max()) or _has_bias(module)
-                return Behaviour(kind, eps, any(True for _ in module.parameters()), has_bias)
+                # what is no parameter, as a buffer or a number in the code, is seen by what it does
+                own = len(list(module.parameters()))
+                gain = own > 0 or bool((gamma - 1).abs().max() > TOLERANCE)
+                bias = own > 1 or bool(beta.abs().max() > TOLERANCE * gamma.abs().max())
+                return Behaviour(kind, eps, gain, bias)
         return None
 
     def _gains_last(self, kind: Kind) -> bool:
@@ -168,10 +171,6 @@ def _is_its_eps(eps: float, module: nn.Module, x: Tensor, gamma: Tensor, kind: K
     out = (module(short) - module(-short)) / 2
     half = (out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)
     return eps == 0 or bool((half - 0.5).abs().max() < 0.01)
-
-
-def _has_bias(module: nn.Module) -> bool:
-    return len(list(module.parameters())) > 1
 
 
 def _named_eps(module: nn.Module) -> list[float]:

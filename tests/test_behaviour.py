@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from normgeo import convert, wrap
 from normgeo.behaviour import behaviour_of
 
 D = 16
@@ -100,6 +101,23 @@ class TwoEps(nn.LayerNorm):
         self.min_eps, self.eps = 0.0, 1e-4
 
 
+class Buffered(nn.Module):
+    """Its gain and its bias, if it has them, are no parameters."""
+
+    def __init__(self, gain, bias):
+        super().__init__()
+        self.register_buffer("gain", torch.rand(D) + 0.5 if gain else None)
+        self.register_buffer("bias", torch.randn(D) if bias else None)
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,), self.gain, self.bias)
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return torch.arange(1.0, D + 1).to(x).expand_as(x)
+
+
 NORMS = {
     "torch's": (lambda: nn.LayerNorm(D, 1e-4), "layernorm", 1e-4),
     "OpenAI's": (lambda: OpenAIs(D, 1e-4), "layernorm", 1e-4),
@@ -123,6 +141,15 @@ def test_norms(name):
     assert found.eps == pytest.approx(eps, rel=1e-3, abs=1e-11)
 
 
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gains_and_biases_that_are_no_parameters(gain, bias):
+    found = behaviour_of(Buffered(gain, bias), SHAPE)
+    assert (found.gain, found.bias) == (gain, bias)
+    parts = nn.Embedding(48, D), *(Buffered(gain, bias), nn.Linear(D, D)) * 2, Buffered(gain, bias), nn.Linear(D, 48)
+    assert len(convert(wrap(nn.Sequential(*parts))).replaced) >= 1
+
+
 def test_gains_of_another_axis_are_no_norms():
     two = nn.GroupNorm(2, 2)
     two.weight.data[:] = torch.tensor([1.0, 5.0])
@@ -130,6 +157,7 @@ def test_gains_of_another_axis_are_no_norms():
     assert behaviour_of(nn.InstanceNorm1d(2, affine=True), torch.Size((8, 2, D))) is None
     assert behaviour_of(Groups(), SHAPE) is None
     assert behaviour_of(nn.Linear(D, D), SHAPE) is None
+    assert behaviour_of(Constant(), SHAPE) is None
     assert behaviour_of(nn.GroupNorm(5, 5), SHAPE) is None
 
 

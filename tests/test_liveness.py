@@ -127,7 +127,8 @@ def test_what_comes_in_may_have_other_names_however_it_is_given(given):
 
 class ByName(nn.Module):
     def forward(self, /, x):
-        return x + 1
+        x -= 1
+        return x + 2
 
 
 def test_the_block_is_the_first_that_comes_in():
