@@ -251,8 +251,21 @@ class Guarded(Flagged):
         return y
 
 
+class Turning(Named):
+    """It keeps what a branch gives in its second turn alone."""
+
+    def forward(self, x):
+        self.kept = []
+        for turn in range(2):
+            a = self.f(self.n1(x))
+            if turn:
+                self.kept.append(a)
+            x = x + a
+        return x + self.g(self.n2(x))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("block", [Named, Lengths, Inside, Growing, Listed, Cleared, Flagged, Guarded])
+@pytest.mark.parametrize("block", [Named, Lengths, Inside, Growing, Listed, Cleared, Flagged, Guarded, Turning])
 def test_branches_that_are_kept_are_not_written_over(block):
     torch.manual_seed(0)
     layers = [nn.Embedding(64, 32), block(), block(), nn.LayerNorm(32), nn.Linear(32, 64)]
