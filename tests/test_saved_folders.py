@@ -132,12 +132,16 @@ def test_by_shard_the_templates_come_along_and_other_directories_do_not(template
     tiny("gpt2").save_pretrained(source)
     templated.save_pretrained(source)
     (source / "additional_chat_templates" / "training.pt").write_bytes(b"pickle")
+    others = "rust_model.ot", "64.tflite", "pytorch_model.bin.index.fp16.json"  # as GPT-2 has, and variants
+    for other in others:
+        (source / other).write_text("{}")
     for other in ("checkpoint-5", "onnx", ".cache"):  # whose weights are not converted
         (source / other).mkdir()
         (source / other / "config.json").write_text("{}")
     convert_sharded(source, out)
     check_readable(out)
-    assert {path.name for path in out.rglob("*")} & {"training.pt", "checkpoint-5", "onnx", ".cache"} == set()
+    left = {"training.pt", "checkpoint-5", "onnx", ".cache", *others}
+    assert {path.name for path in out.rglob("*")} & left == set()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 __all__ = ["copy_companions"]
 
-OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt"}
+OF_MODELS = {
+    ".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".ckpt", ".ot", ".tflite",
+}  # fmt: skip
+INDEX = re.compile(r"\.index\.(.+\.)?json$")  # of all weights, or of a variant: .index.fp16.json
 WRITTEN = {"config.json", "conversion.json"}
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -27,7 +31,7 @@ def copy_companions(source: Path, folder: Path, model_type: str) -> None:
     """
     templates = source / CHAT_TEMPLATE_DIR  # the one directory of theirs: others are models, as a trainer's or ONNX's
     for path in [*source.iterdir(), *templates.glob("*.jinja")]:
-        model = path.suffix in OF_MODELS or path.name in WRITTEN or path.name.endswith(".index.json")
+        model = path.suffix in OF_MODELS or path.name in WRITTEN or INDEX.search(path.name)
         if path.is_file() and not model:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
