@@ -35,6 +35,20 @@ class Viewed(Block):
         return x + last
 
 
+class Listing(Block):
+    """Where texts are long its middle, detached, is put into a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        x = x + self.mixed(x)
+        if x.shape[1] > 20:
+            self.kept.append(x.detach())
+        return x + self.mlp(self.norm2(x))
+
+
 class Handed(Block):
     """Its input, its middle or what it adds is given back by a function, and read where texts are long."""
 
@@ -267,3 +281,11 @@ def test_what_the_caller_gives_is_not_written_over(example, within):
 def test_references_are_counted_alike_whatever_the_mode_is_that_the_package_is_imported_in():
     with torch.inference_mode():
         assert fused._alone() == fused.ALONE
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_detached_and_put_into_a_list_stays_what_it_was(mode):
+    models = built(Listing)
+    agree(*models, mode=mode)
+    expected, found = ([block.kept[-1] for block in model.module.blocks] for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
