@@ -21,6 +21,7 @@ from normgeo.cli.main import app
 from normgeo.conversion import runs, sharded
 from normgeo.conversion.certify import certificate_inputs
 from normgeo.conversion.checkpoint import save
+from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.shallow import shallow_model
 from normgeo.conversion.sharded import Shards, convert_sharded
 from normgeo.errors import ConversionError, ModelError, RunError
@@ -172,6 +173,15 @@ def test_what_prepares_a_models_inputs_comes_along(name, how, templated, tmp_pat
     assert not (out / "pytorch_model.bin.index.json").exists()
     if name != "wav2vec2":
         assert hf.AutoTokenizer.from_pretrained(out).get_vocab() == templated.get_vocab()
+
+
+def test_files_beside_a_model_that_hold_other_json_are_no_error(tmp_path):
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("[1]")
+    (tmp_path / "out").mkdir()
+    copy_companions(tmp_path / "in", tmp_path / "out", "clip")
+    assert (tmp_path / "out/processor_config.json").read_text() == "[1]"
 
 
 @pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])

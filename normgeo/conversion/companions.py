@@ -60,6 +60,7 @@ def _name_classes(folder: Path, model_type: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):  # it is not there, or damaged as it was
         return {}
+    return found if isinstance(found, dict) else {}
