@@ -142,7 +142,8 @@ def prepared(
     for name in ("forward", "_original_forward"):
         vars(model).pop(name, None)
     vars(model).update(own)
-    if isinstance(running, DistributedDataParallel) and accelerator.device.type == "cpu":
+    in_order = accelerator.device.type == "cpu" and accelerator.num_processes > 2  # of two numbers any is the same
+    if isinstance(running, DistributedDataParallel) and in_order:
         running.register_comm_hook(None, lambda _, bucket: _mean_gradients(bucket))  # which refuses types as strings
     return running, stepping
 
