@@ -382,9 +382,9 @@ def _measured_what(config: RunConfig, job: Job) -> str:
 def _plan(config: RunConfig, job: Job, left: Sequence[Span], processes: int) -> str:
     """One line: what will be measured, and what that will cost from now on."""
     n_left = n_tokens(left)
-    begun = n_left < job.n_tokens
-    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not begun else 0
-    done = f", of which {job.n_tokens - n_left:,} are done," if begun else ""
+    gone_on = n_left < job.n_tokens
+    disk = bytes_needed(job.sites, job.n_tokens, job.block) if job.keep and not gone_on else 0
+    done = f", of which {job.n_tokens - n_left:,} are done," if gone_on else ""
     longest = -(-len(left) // processes) * job.block if processes > 1 and job.divisible else n_left
     by = f" by {processes} processes, each" if processes > 1 else ""
     return (

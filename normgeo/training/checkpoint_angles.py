@@ -122,24 +122,23 @@ def resume_checkpoints(
     out = Path(out)
     if _recorded(out) is None:
         return None
-    ranks = ranks or Ranks.from_environment()
+    ranks, file = ranks or Ranks.from_environment(), out / "run.json"
+
+    def given(record: dict[str, Any]) -> RunConfig:
+        return RunConfig.recorded(record["config"], file).consented(trust_remote_code, file)
 
     def begin(held: ExitStack) -> dict[str, Any]:
         record = _recorded(out) or {}
         try:
-            status, where, config = record["status"], str(record["checkpoints"]), record["config"]
+            status, where, _ = record["status"], str(record["checkpoints"]), record["config"]
         except (KeyError, TypeError) as error:
-            raise unreadable(out / "run.json", error, "start again in another directory") from error
+            raise unreadable(file, error, "start again in another directory") from error
         if status == "complete":
             raise RunError(f"the run in {out} is complete; its table is {out / 'angles.parquet'}")
         check_folder(out, None)
         held.enter_context(alone(out))
-        run = RunConfig.recorded(config, out / "run.json").consented(trust_remote_code, out / "run.json")
-        points = _with_measured(find_checkpoints(where, run.revision), out / "parts")
+        points = _with_measured(find_checkpoints(where, given(record).revision), out / "parts")
         return record | {"points": [point.described for point in points]}
-
-    def given(record: dict[str, Any]) -> RunConfig:
-        return RunConfig.recorded(record["config"], out).consented(trust_remote_code, out / "run.json")
 
     with begun(ranks, begin, given) as (record, run):
         return _finish(record, run, out, ranks, resumed=True, **options)
