@@ -35,14 +35,14 @@ from normgeo.trace import evaluating
 
 __all__ = ["fused_norms", "optimize"]
 
-is_exporting, is_tracing = torch.compiler.is_exporting, torch.jit.is_tracing  # pyright: ignore
+is_compiling, is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing  # pyright: ignore
 
 RECENTERS = {"_at_input", "_at_output"}  # the hooks of a converted model, which are part of it
 CAPTURES = "transformers.utils.output_capturing"  # its hooks stay once any output was asked for, and then do nothing
 GLOBAL = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 NO_STATES = "an optimized model has no hidden states to give: its stream is added to in place"
 NO_ATTENTIONS = "an optimized model has no attentions to give where they are what its blocks add to the stream"
-NO_TRACE = "an optimized model cannot be exported or traced: compile, export or trace the converted one"
+NO_TRACE = "an optimized model cannot be compiled, exported or traced whole: compile, export or trace the converted one"
 CHANGED = (
     "modules were put in, or given another forward, after optimize, which overwrites hidden states: change the "
     "converted model, and optimize it last"
@@ -79,6 +79,8 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or is_tracing():
+            raise ConversionError(NO_TRACE)
         stream: Stream = self.normgeo_stream
         running = stream.thread is not None and stream.thread == get_ident()  # which nothing that traces knows
         if block and running:
@@ -93,20 +95,24 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
             return _within(stream, self, forward, args, kwargs)
         if torch.is_grad_enabled():
             raise ConversionError(NO_GRAD)
-        if is_exporting() or is_tracing():
-            raise ConversionError(NO_TRACE)
         if (any(stream.hooks) or any(GLOBAL)) and (name := _hooked(stream.inside)) is not None:
             raise ConversionError(f"a hook on {name} needs hidden states that an optimized model overwrites")
         if stream.changed:
             raise ConversionError(CHANGED)
-        with stream.turns.lock:
-            stream.reset(*args, *kwargs.values(), thread=get_ident())
-            try:
-                return _within(stream, self, forward, args, kwargs)
-            finally:
-                stream.reset()
+        return _pass(stream, self, forward, args, kwargs)
 
     return entry
+
+
+@torch.compiler.disable
+def _pass(stream: Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A pass from its beginning to its end, of which `torch.compile` makes no pieces."""
+    with stream.turns.lock:
+        stream.reset(*args, *kwargs.values(), thread=get_ident())
+        try:
+            return _within(stream, module, forward, args, kwargs)
+        finally:
+            stream.reset()
 
 
 def _within(stream: Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
