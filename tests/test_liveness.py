@@ -67,6 +67,11 @@ CASES = {
         "try:\n    y = r + x\n    x = f(y)\nexcept E:\n    y = z\nreturn y, x",
         {"r + x": "name read"},
     ),
+    "where it is not made anew and nobody says so": (
+        "with suppress(E):\n    y = r + x\n    x = f(y)\nreturn y, x",
+        {"r + x": "name read"},
+    ),
+    "in a context": ("with f():\n    y = r + x\nreturn y", {"r + x": "name name"}),
     "while": ("while x.any():\n    r = r + x\nreturn r", {"r + x": "name read"}),
     "augmented": ("r += x\nreturn r, x", {"r += x": "name read"}),
     "augmented alone": ("r += x\nreturn r", {"r += x": "name name"}),

@@ -12,6 +12,9 @@ Operand = Literal["read", "name", "value"]
 """Of an operand: the function may read it again; it is the value of a name that nothing reads again; or of none."""
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+CATCHING = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+"""What may go on behind whatever was raised in it, a context manager as `suppress` too."""
+
 INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 REPEATED = (ast.ListComp, ast.SetComp, ast.DictComp)
 SAME = (ast.Name, ast.Subscript, ast.Starred, ast.Tuple, ast.List, ast.IfExp, ast.NamedExpr, ast.Attribute)
@@ -192,7 +195,7 @@ def _read_behind(name: str, own: list[str], path: Path) -> bool:
     around = [parent for *_, parent in path if parent is not None]
     loops = [parent for parent in around if isinstance(parent, LOOPS)]
     jumps = any(isinstance(node, (ast.Break, ast.Continue)) for loop in loops for node in ast.walk(loop))
-    jumps = jumps or any(isinstance(parent, (ast.Try, ast.TryStar)) for parent in around)  # whatever is raised
+    jumps = jumps or any(isinstance(parent, CATCHING) for parent in around)
     if jumps and sum(_loads_of(statement).count(name) for statement in path[0][0]) > own.count(name):
         return True
     inner = path[-1][0][path[-1][1]]
