@@ -157,17 +157,18 @@ def scalars(run: Path | None = None, n_tokens: int | None = None) -> Iterator[tu
         yield sites, {name: ScalarStore(path) for name, path in paths.items()}
 
 
-def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.DataFrame:
+def raw(run: Path | None, kept: str, keys: set[str], values: set[str], command: str) -> pd.DataFrame:
     """The times that a benchmark wrote.
 
     Args:
         run: the file; None is the kept one.
         kept: its name in `analyses/data`.
-        columns: those that are read of its tables.
+        keys: columns by which a time is told from all others.
+        values: the other columns that are read.
         command: what writes such a table.
 
     Raises:
-        DataError: the file is no such table, or an empty one.
+        DataError: the file is no such table, or an empty one, or several that were put together and are not told apart.
     """
     path = KEPT / kept if run is None else run
     try:
@@ -176,8 +177,10 @@ def raw(run: Path | None, kept: str, columns: set[str], command: str) -> pd.Data
         frame = pd.DataFrame()
     if not path.exists():
         raise DataError(f"there is no file {path}; give one that `{command} --out` wrote")
-    if frame.empty or not columns <= set(frame):
+    if frame.empty or not keys | values <= set(frame):
         raise DataError(f"{path} is no table that `{command} --out` wrote")
+    if frame.duplicated([*keys]).any():
+        raise DataError(f"{path} holds more than one time of the same, as of two devices; give the table of each alone")
     return frame
 
 

@@ -35,10 +35,10 @@ def compute(run: Path | None = None) -> pd.DataFrame:
         run: what `normgeo bench inference --out` wrote; None is the kept one.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is no such table, or several of one device in one, or lacks an original.
     """
-    columns = {"variant", "round", "seconds", "norm_seconds", "error", "model", "batch", "length", *CONDITION}
-    return summary(_source.raw(run, "efficiency.parquet", columns, "normgeo bench inference"))
+    keys, values = {"variant", "round", "model", "batch", "length", *CONDITION}, {"seconds", "norm_seconds", "error"}
+    return summary(_source.raw(run, "efficiency.parquet", keys, values, "normgeo bench inference"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -32,10 +32,10 @@ def compute(run: Path | None = None) -> pd.DataFrame:
         run: what `normgeo bench norms --out` wrote; None is the kept one.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is no such table, or several in one, or lacks torch's LayerNorm or a copy.
     """
-    columns = {"norm", "round", "seconds", "bytes", "shape", "dtype", "passes", "device", "threads"}
-    return norm_summary(_source.raw(run, "norm_kernels.parquet", columns, "normgeo bench norms"))
+    keys, values = {"norm", "round", "shape", "dtype"}, {"seconds", "bytes", "passes", "device", "threads"}
+    return norm_summary(_source.raw(run, "norm_kernels.parquet", keys, values, "normgeo bench norms"))
 
 
 def markdown(frame: pd.DataFrame) -> str:

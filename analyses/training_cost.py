@@ -36,11 +36,11 @@ def compute(run: Path | None = None) -> pd.DataFrame:
         run: what `normgeo bench train --out` wrote; None is the kept one.
 
     Raises:
-        DataError: the file is no such table.
+        DataError: the file is no such table, or several in one.
     """
-    times = {"round", "form", "without", "forward_backward", "optimizer"}
-    columns = times | {"size", "batch", "context", "precision", "device", "threads"}
-    return _source.raw(run, "training_cost.parquet", columns, "normgeo bench train")
+    keys = {"round", "form", "without", "size", "batch", "context"}
+    values = {"forward_backward", "optimizer", "precision", "device", "threads"}
+    return _source.raw(run, "training_cost.parquet", keys, values, "normgeo bench train")
 
 
 @figures.styled
@@ -52,9 +52,10 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     for axes, part in zip(grid[0], tasks.values(), strict=True):
         _bars(axes, breakdown(part))
     figures.legend(figure)
-    about = frame.iloc[0]
-    precision = {"no": "float32", "bf16": "mixed precision, bfloat16"}[about.precision]
-    figure.suptitle(f"A training step: {precision}, threads: {about.threads}, {about.device}", fontsize=9)
+    words = {"no": "float32", "bf16": "mixed precision, bfloat16"}
+    abouts = frame[["precision", "threads", "device"]].drop_duplicates().to_numpy()
+    about = "\n".join(f"{words[precision]}, threads: {n}, {device}" for precision, n, device in abouts)
+    figure.suptitle(f"A training step: {about}", fontsize=9)
     return figure
 
 

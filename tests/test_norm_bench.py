@@ -136,8 +136,13 @@ def test_the_analysis(tmp_path):
     raw = pd.read_parquet(tmp_path / "raw.parquet")
     raw[:0].to_parquet(tmp_path / "empty.parquet")
     raw.drop(columns="passes").to_parquet(tmp_path / "other.parquet")
-    no_table = "no table that `normgeo bench norms"
-    for wrong, says in (("missing", "there is no file"), ("empty", no_table), ("other", no_table)):
+    pd.concat([raw, raw.assign(device="another")]).to_parquet(tmp_path / "two.parquet")
+    for name, norm in (("torch", "layer_norm"), ("copy", "copy")):
+        raw[raw.norm != norm].to_parquet(tmp_path / f"no {name}.parquet")
+    said = {"missing": "there is no file", "two": r"two\.parquet holds more than one time of the same, as of two"}
+    said |= {"no torch": "times of norms without those of 'layer_norm'", "no copy": "without those of 'copy'"}
+    said |= dict.fromkeys(("empty", "other"), "no table that `normgeo bench norms")
+    for wrong, says in said.items():
         with pytest.raises(DataError, match=says):
             norm_kernels.compute(tmp_path / f"{wrong}.parquet")
     assert {"device", "torch", "commit"} <= set(norm_kernels.compute())

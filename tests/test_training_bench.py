@@ -239,6 +239,16 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     frame = training_cost.compute(out)
     assert frame["size"].unique().tolist() == ["tiny"]
     assert "mixed precision, bfloat16" in training_cost.plot(frame).get_suptitle()
+    other = frame.assign(size="other", device="another")
+    words, *lines = training_cost.plot(pd.concat([frame, other])).get_suptitle().splitlines()
+    assert (words.rsplit(", ", 1)[1], lines[0].rsplit(", ", 1)[1]) == (frame.device[0], "another")
+    with pytest.raises(DataError, match="there are no times of layernorm"):
+        training_cost.plot(frame[frame.form != "layernorm"])
+    with pytest.raises(DataError, match="there are no times of crmsnorm without its norms"):
+        training_cost.plot(frame[(frame.form != PLAIN) | (frame["without"] == "")])
+    pd.concat([frame, other.assign(size="tiny")]).to_parquet(out)
+    with pytest.raises(DataError, match="holds more than one time of the same, as of two devices"):
+        training_cost.compute(out)
     out.unlink()
     with pytest.raises(DataError, match=r"there is no file .*cost\.parquet; give one that"):
         training_cost.compute(out)

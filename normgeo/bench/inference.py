@@ -37,7 +37,7 @@ from normgeo.bench.inference_models import (
     quantizer,
 )
 from normgeo.bench.passes import Case, Pass, unmasked
-from normgeo.errors import ModelError, NormGeoError, said
+from normgeo.errors import DataError, ModelError, NormGeoError, said
 from normgeo.examples import example_inputs, max_context
 from normgeo.models import memory_explained
 from normgeo.numbers import check_number, check_numbers
@@ -297,10 +297,15 @@ def summary(raw: pd.DataFrame) -> pd.DataFrame:
     the original and the floor that a variant captures, (1 - ratio) / (1 - ratio of `no-norm`), of medians. `norm_*` are
     the same of the time in norms and residual additions. Each has its quartiles `*_q25` and `*_q75`. Where the floor's
     `ratio_q75` is not below 1, or none was timed, `gap_clear` is False, and there is no share.
+
+    Raises:
+        DataError: there is a case without its original.
     """
     same = [column for column in raw.columns if column not in MEASURED]
     parts = []
     for _, part in raw.groupby(same, sort=False, dropna=False):
+        if "original" not in set(part.variant):
+            raise DataError(f"there are times of {part.model.iloc[0]} without those of the original beside them")
         out = part.groupby("variant", sort=False).agg(rounds=("round", "size"), error=("error", "first"))
         out = out.join(_quartiles(part, "seconds", "")).join(_quartiles(part, "norm_seconds", "norm_"))
         parts.append(out.reset_index().merge(part[same].head(1), how="cross"))

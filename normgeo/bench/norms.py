@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from normgeo.bench.controls import KernelLayerNorm
-from normgeo.errors import ModelError
+from normgeo.errors import DataError, ModelError
 from normgeo.kernels import norm_ops
 from normgeo.models import memory_explained, usable_device
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -357,12 +357,17 @@ def norm_summary(raw: pd.DataFrame) -> pd.DataFrame:
 
     `ratio` is the time over that of torch's LayerNorm (where something is added, of addition and LayerNorm) in the same
     round, with its quartiles; `gb_per_s` is what has to be read and written a second, `copy_share` that over `copy`'s.
+
+    Raises:
+        DataError: there are times without those that they are compared with.
     """
     same = [column for column in raw.columns if column not in ("norm", "round", "seconds", "bytes")]
     parts = []
-    for _, part in raw.groupby(same, sort=False):
+    for _, part in raw.groupby(same, sort=False, dropna=False):
         times = part.pivot(index="round", columns="norm", values="seconds")
         torchs = ["add + layer_norm" if NORMS[name] == 4 else "layer_norm" for name in times.columns]
+        if absent := {*torchs, "copy"} - {*times}:
+            raise DataError(f"there are times of norms without those of {min(absent)!r} beside them")
         base = times[torchs].set_axis(times.columns, axis=1)
         out = part.groupby("norm", sort=False).agg(rounds=("round", "size"), bytes=("bytes", "first"))
         found = quartiles("seconds", times) | quartiles("ratio", times / base)

@@ -30,7 +30,7 @@ from normgeo.cards import EMBEDDED
 from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
-from normgeo.errors import NormGeoError
+from normgeo.errors import DataError, NormGeoError
 from normgeo.examples import example_inputs
 from normgeo.loading import load_model
 from normgeo.models import memory_explained, seeded, usable_device
@@ -370,13 +370,21 @@ def breakdown(raw: pd.DataFrame) -> pd.DataFrame:
         One row per form (`no-norm` among them) and part: `whole`, the parts it has, and `unexplained`, the whole minus
         them. `seconds` is its time and `ratio` that over the whole step of `layernorm` in the same round, each with its
         quartiles `*_q25` and `*_q75`. Medians of parts do not add up to the median of the whole, quite.
+
+    Raises:
+        DataError: there are times of a form without those of it whole, or without one of its parts.
     """
+    forms = [form for form in WITHOUT if form == "layernorm" or form in set(raw.form)]
+    wanted = {(form, part) for form in forms for part in ("", *WITHOUT[form])}
+    if absent := wanted - {*zip(raw.form, raw["without"], strict=True)}:
+        form, part = min(absent)
+        raise DataError(f"there are no times of {form}" + f" without its {part}" * bool(part))
     passes = raw.pivot(index="round", columns=["form", "without"], values="forward_backward")
     adam = raw[raw.without == ""].pivot(index="round", columns="form", values="optimizer")
     rest = passes["layernorm", "norms"]
     of_one = {"no-norm": {"rest": rest, "optimizer": adam["layernorm"]}}
     wholes = {"no-norm": rest + adam["layernorm"]}
-    for form in [form for form in WITHOUT if form in adam]:
+    for form in forms:
         whole = passes[form, ""]
         taken = {part: whole - passes[form, part] for part in WITHOUT[form]}
         of_one[form], wholes[form] = taken | {"rest": rest, "optimizer": adam[form]}, whole + adam[form]
