@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 from transformers import PreTrainedModel
 
 from normgeo import rows
@@ -40,12 +41,19 @@ COLUMNS = {
 }  # fmt: skip
 """What analyses read of a run's tables."""
 
+WORDS = {"model", "site", "role", "kind", "stack", "phase", "direction", "tokens"}
+"""Of these what are no numbers."""
+
+KEYS = ["model", "site", "phase", "direction"]
+"""What tells rows apart, those of sinks by their tokens as well."""
+
 
 def finished(run: Path) -> AngleTable:
     """The table of a finished run of `normgeo angles`.
 
     Raises:
-        DataError: the directory holds none, or one without angles to the uniform vector or columns that analyses read.
+        DataError: the directory holds none, or one without angles to the uniform vector or columns that analyses read,
+            or with words for numbers, or with more than one row of the same.
         RunError: it is damaged.
     """
     found, hint = AngleTable.load(run), "give the directory of a finished run of `normgeo angles`"
@@ -53,6 +61,11 @@ def finished(run: Path) -> AngleTable:
         absent = [column for column in COLUMNS[name] if column not in frame]
         if absent and not frame.empty:
             raise DataError(f"{run / name}.parquet has no column {', '.join(absent)}; {hint}, or measure again")
+        words = [c for c in COLUMNS[name] if c in frame and c not in WORDS and not is_numeric_dtype(frame[c])]
+        if words and not frame.empty:
+            raise DataError(f"{run / name}.parquet holds no numbers in {', '.join(words)}; {hint}")
+        if frame.duplicated([*KEYS, *(["tokens"] if name == "sinks" else [])]).any():
+            raise DataError(f"{run / name}.parquet holds more than one row of a site, phase and direction; {hint}")
     if found.frame.empty or not found.frame.direction.eq("uniform").any():
         raise DataError(f"{run / 'angles.parquet'} has no angles to the uniform vector; {hint}")
     return found
