@@ -111,6 +111,9 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read {error.filename or path}: {error.strerror or error}")
 
 
+LINES = json.JSONDecoder(parse_int=float)
+"""Numbers in other columns may have any number of digits: Python makes integers of 4,300 at most."""
+
 Opened = Callable[[], Any]
 """Opens a file whose bytes are read."""
 
@@ -166,8 +169,7 @@ def _decoded(content: bytes, where: str | Path) -> str:
 
 def _text_of(line: str, where: str, column: str) -> str:
     try:
-        row = json.loads(line)
-        text = row[column]
+        text = LINES.decode(line)[column]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f'{where}: expected an object with a "{column}", received {line[:60]!r}') from error
     if text is None:  # none, as an empty one; so it is in tables

@@ -175,6 +175,8 @@ def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
 
 
 def test_what_readers_trip_over_is_said(tmp_path):
+    (tmp_path / "long.jsonl").write_text('{"text": "a", "id": ' + "9" * 5_000 + "}")
+    assert list(read_documents(tmp_path / "long.jsonl")) == ["a"]
     (tmp_path / "deep.jsonl").write_text('{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
     refused(tmp_path / "deep.jsonl", match=r"deep.jsonl, line 1: expected an object with a \"text\"")
     data = pa.py_buffer(b"\xffb")
