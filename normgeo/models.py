@@ -24,6 +24,7 @@ from normgeo.norms import RMSNorm
 
 __all__ = [
     "DTYPES",
+    "OfAllThreads",
     "TwinConfig",
     "TwinLMHeadModel",
     "base_model",
@@ -222,7 +223,7 @@ def loaded_dtype(model: PreTrainedModel) -> torch.dtype:
     return min((p.dtype for p in model.parameters() if p.is_floating_point()), key=lambda dtype: dtype.itemsize)
 
 
-class _OfAllThreads:
+class OfAllThreads:
     """A setting of the whole process, in which several threads may be at once: the last one out puts it back."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -252,7 +253,7 @@ def _double() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-DOUBLE = _OfAllThreads(_double)
+DOUBLE = OfAllThreads(_double)
 
 
 @contextmanager
@@ -266,7 +267,7 @@ def _as_written() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-EAGER = _OfAllThreads(_as_written)
+EAGER = OfAllThreads(_as_written)
 
 
 def default_dtype(dtype: torch.dtype) -> AbstractContextManager[Any]:

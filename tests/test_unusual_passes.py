@@ -122,7 +122,7 @@ def test_the_null_ensemble_leaves_the_precision_of_products_as_threads_that_mult
     setting, inside, seen = torch.backends.mkldnn.matmul, Barrier(2, timeout=60), []
 
     def multiply(stays):
-        with ensemble._whole_float32():
+        with ensemble.WHOLE_FLOAT32:
             inside.wait()  # both are in
             if stays:
                 inside.wait()  # the other is out

@@ -10,7 +10,6 @@ Rows of bfloat16 are multiplied where they lie, by processors that can (unless a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from normgeo import kernels
 from normgeo.geometry import Directions
 from normgeo.kernels import ENERGY_UNIT, UNIT
 from normgeo.kernels.ensemble import packed
+from normgeo.models import OfAllThreads
 from normgeo.sites import NormSite
 from normgeo.tokens import TokenBatch
 
@@ -179,7 +179,7 @@ class NullEnsemble:
         used = slots * n
         at_least = max(used, _fewest(device))
         chunk.rows[used:at_least] = 0
-        with _whole_float32(), torch.autocast(device.type, enabled=False):  # which callers may be under
+        with WHOLE_FLOAT32, torch.autocast(device.type, enabled=False):  # which callers may be under
             cosines = (chunk.rows[:at_least] @ null)[:used, : self.k]
         moments = kernels.moments(cosines.view(slots, -1, self.k))
         self._add(chunk.sites, moments, [phases[-1] for phases in chunk.phases])
@@ -229,32 +229,21 @@ def _mixed(index: np.ndarray) -> np.ndarray:
     return index
 
 
-_multiplying, _before = 0, list[str]()  # threads that multiply, and the settings that the first of them met
-_changing = threading.Lock()
-
-
 @contextmanager
 def _whole_float32() -> Iterator[None]:
-    """While any thread is inside, products of float32 are of all its bits, whatever the user lets the model's be.
-
-    The settings (TF32, bfloat16) are the process's: the last thread to leave puts back what the first one met.
-    """
-    global _multiplying, _before
+    """Products of float32 are of all its bits, whatever the user (TF32, bfloat16) lets the model's be."""
     settings: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyright: ignore
-    with _changing:
-        if not _multiplying:
-            _before = [setting.fp32_precision for setting in settings]
-            for setting in settings:
-                setting.fp32_precision = "ieee"
-        _multiplying += 1
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
     try:
         yield
     finally:
-        with _changing:
-            _multiplying -= 1
-            if not _multiplying:
-                for setting, precision in zip(settings, _before, strict=True):
-                    setting.fp32_precision = precision
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
+
+
+WHOLE_FLOAT32 = OfAllThreads(_whole_float32)
 
 
 def _fewest(device: torch.device) -> int:
