@@ -26,7 +26,8 @@ from normgeo.roles import parts_shared
 from normgeo.sites import NormSite
 
 __all__ = [
-    "Spread", "check_alike", "deepened", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "spread",
+    "Spread", "check_alike", "deepened", "empty_model", "gauge_of", "shallow_gauge", "shallow_model", "shapes_of",
+    "spread",
 ]  # fmt: skip
 
 DEPTHS = (4, 5, 6)
@@ -182,7 +183,7 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
     Raises:
         ConversionError: a layer is like none of them.
     """
-    mine, theirs = _shapes(shallow), _shapes(deep)
+    mine, theirs = shapes_of(shallow), shapes_of(deep)
     few, assigned, unsure, between = _lists(shallow), {}, set(), set()
 
     def kind(names: dict[str, torch.Size], prefix: str, i: int) -> frozenset[Any]:
@@ -261,10 +262,11 @@ def _as_told(model: PreTrainedModel) -> bool:
     except Exception:  # whatever a model's own code raises
         return False
     parts = [{name: type(module) for name, module in each.named_modules()} for each in (told, model)]
-    return parts[0] == parts[1] and _shapes(told) == _shapes(model)
+    return parts[0] == parts[1] and shapes_of(told) == shapes_of(model)
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape of every parameter, by each of its names."""
     return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from normgeo.conversion import checkpoint
 from normgeo.conversion.convert import convert
+from normgeo.conversion.shallow import empty_model, shapes_of
 from normgeo.errors import DataError, NormGeoError
 from normgeo.models import TwinConfig, TwinLMHeadModel, seeded
 from normgeo.stream import check_context, vocabulary
@@ -133,7 +134,7 @@ def kept_like(
         NormGeoError: it would; what differs.
     """
     try:
-        like = _empty(model)
+        like = empty_model(type(model), model.config)
     except TypeError as error:
         name = type(model).__name__
         raise NormGeoError(f"{name} is not made of its configuration alone ({error}); {ELSEWHERE}") from error
@@ -144,13 +145,10 @@ def kept_like(
     return like
 
 
-def _empty(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.device("meta"):
-        return type(model)(model.config)
-
-
 def _check_class(model: PreTrainedModel, like: PreTrainedModel) -> None:
-    here, there = ({name: type(part) for name, part in each.named_modules()} | _shapes(each) for each in (model, like))
+    here, there = (
+        {name: type(part) for name, part in each.named_modules()} | shapes_of(each) for each in (model, like)
+    )
     if other := [name for name in here | there if here.get(name) != there.get(name)]:
         name = type(model).__name__
         raise NormGeoError(f"a {name} is saved as that of its configuration, which has another {other[0]}; {ELSEWHERE}")
@@ -158,15 +156,11 @@ def _check_class(model: PreTrainedModel, like: PreTrainedModel) -> None:
 
 def _check_form(norm: str, model: PreTrainedModel, twin: PreTrainedModel) -> None:
     other = [key for key in ACTS_BY if getattr(model.config, key, None) != getattr(twin.config, key)]
-    if other or _shapes(model) != _shapes(twin):
+    if other or shapes_of(model) != shapes_of(twin):
         raise NormGeoError(
             f"a {norm} model is saved as the GPT-2 of its recipe, and this one has another "
             f"{', '.join(other) or 'shape'}; train it without a folder, and save what trainable.bake makes of it"
         )
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def plain_name(name: str) -> str:
@@ -194,7 +188,7 @@ def save_twin(
     """
     extras = [] if tokenizer is None else [tokenizer]
     if norm in ("layernorm", "rmsnorm"):
-        plain = _empty(model)
+        plain = empty_model(type(model), model.config)
         plain.load_state_dict(values, strict=False, assign=True)  # a tied head is not among the parameters
         plain.tie_weights()
         plain.save_pretrained(folder)
