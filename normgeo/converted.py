@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from normgeo.norms import CRMSNorm, RMSNorm
 
 __all__ = [
-    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "is_compressed", "keep_hooks",
-    "part_of", "put", "rebuild", "recenter_at", "replaced", "reshape",
+    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "held_by", "is_compressed",
+    "keep_hooks", "part_of", "put", "rebuild", "recenter_at", "replaced", "reshape",
 ]  # fmt: skip
 
 PREFIX = "normgeo_"
@@ -183,10 +183,15 @@ def add_bias(module: nn.Module) -> None:
     module.register_parameter("bias", nn.Parameter(bias, weight.requires_grad))
 
 
+def held_by(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has what goes by this dotted name in a model, and the name that it has there."""
+    owner, _, last = name.rpartition(".")
+    return model.get_submodule(owner), last
+
+
 def reshape(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer by one of another shape, and the sizes that its module has noted of it."""
-    owner, _, last = name.rpartition(".")
-    module = model.get_submodule(owner)
+    module, last = held_by(model, name)
     old = getattr(module, last)
     for attribute, axis in SIZES.items():
         if last == "weight" and axis < old.ndim and getattr(module, attribute, None) == old.shape[axis]:
@@ -224,8 +229,7 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
     """Give a native model the structure that the recipe tells; the values come with the checkpoint."""
     like, cut = next(model.parameters()), dict[Tensor, Tensor]()
     for name, sizes in recipe.get("shapes", {}).items():
-        owner, _, last = name.rpartition(".")
-        old = getattr(model.get_submodule(owner), last)
+        old = getattr(*held_by(model, name))
         if old not in cut:  # what is tied stays so
             part = tuple(slice(size) for size in sizes)
             value = old.detach()[part].clone(memory_format=torch.contiguous_format)
@@ -236,8 +240,7 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
     norms = {name: _norm(model.get_submodule(name), spec, like) for name, spec in recipe["norms"].items()}
     put(model, norms | {name: TiedHead.of(model.get_submodule(name)) for name in recipe.get("heads", ())})
     for name in recipe.get("tables", ()):
-        owner, _, last = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module, last = held_by(model, name)
         module._non_persistent_buffers_set.discard(last)
         module._buffers[last] = module.get_buffer(last).detach().clone()  # an nn.Buffer says of itself it is not kept
     for place in recipe.get("recenter", ()):

@@ -30,6 +30,7 @@ from normgeo.cards import EMBEDDED
 from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import unparametrized
+from normgeo.converted import held_by
 from normgeo.errors import DataError, NormGeoError
 from normgeo.examples import example_inputs
 from normgeo.loading import load_model
@@ -239,11 +240,10 @@ def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
     """
     result, found = copy.deepcopy(model, {id(p): p for p in model.parameters()}), False
     for name, module in list(result.named_modules()):
-        owner, _, last = name.rpartition(".")
         if part == "norms" and isinstance(module, nn.LayerNorm | RMSNorm | CRMSNorm):
-            setattr(result.get_submodule(owner), last, nn.Identity())
+            setattr(*held_by(result, name), nn.Identity())
         elif part == "linears" and isinstance(module, Reader):
-            setattr(result.get_submodule(owner), last, _plain(module))
+            setattr(*held_by(result, name), _plain(module))
         elif part == ("linears" if isinstance(module, nn.Linear | Conv1D) else "input") and is_parametrized(module):
             unparametrized(module)
         else:

@@ -21,7 +21,7 @@ from normgeo.conversion.gauge import Gauge, Reader, Shift
 from normgeo.conversion.gradients import reached
 from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs, with_padding
 from normgeo.conversion.reaching import beside
-from normgeo.converted import add_bias, rebuild, reshape
+from normgeo.converted import add_bias, held_by, rebuild, reshape
 from normgeo.errors import ConversionError, first_line, said
 
 __all__ = ["compress", "expand", "fold", "rounded"]
@@ -231,8 +231,7 @@ def _shift(pair: list[Any]) -> Shift:
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(owner), last)
+    return getattr(*held_by(model, name))
 
 
 def _renew(exact: nn.Module, norms: dict[str, dict[str, Any]]) -> None:

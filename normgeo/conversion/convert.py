@@ -41,7 +41,7 @@ from normgeo.conversion.reaching import reaching_inputs
 from normgeo.conversion.replacing import replace_norms, spec_of, wide
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import parametrized, trains_as
-from normgeo.converted import rebuild
+from normgeo.converted import held_by, rebuild
 from normgeo.errors import ConversionError, ModelError
 from normgeo.loading import saved_elsewhere
 from normgeo.models import copied, on_cpu
@@ -389,11 +389,11 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict
     for group in (group for group in tied(converted) if not _equal(exact, group)):
         values = {name: exact.get_parameter(name) for name in group}
         matrices = [n for n in group if values[n].ndim == 2]  # biases may be tied, too
-        linear = [n for n in matrices if isinstance(converted.get_submodule(n.rpartition(".")[0]), nn.Linear)]
+        linear = [n for n in matrices if isinstance(held_by(converted, n)[0], nn.Linear)]
         plain = [values[n] - values[n].mean(1, keepdim=True) for n in linear]
         pairs = [(p, values[n]) for p in plain for n in group if n not in linear]
         if not (pairs and all(torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in pairs)):
             option = "fold_affine" if "folded" in recipe else "keep_tie"
             raise ConversionError(f"{', '.join(group)} cannot stay tied: leave out {option}")
-        heads |= {name.rpartition(".")[0]: converted.get_submodule(name.rpartition(".")[0]) for name in linear}
+        heads |= {name.rpartition(".")[0]: held_by(converted, name)[0] for name in linear}
     return heads

@@ -46,6 +46,7 @@ from normgeo.conversion.probing import (
 )
 from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, without_effect
 from normgeo.conversion.tables import written_by_tables
+from normgeo.converted import held_by
 from normgeo.errors import ConversionError, ModelError, first_line
 from normgeo.models import check_model, on_cpu
 from normgeo.sites import NormSite, find_sites
@@ -328,7 +329,7 @@ class _Probe:
         """And embeddings that no output depends on, as those they are tied to: resizing puts them in their place."""
         found, axes = list[Shift](), {shift.parameter: shift.axis for shift in writers}
         for name, group in self.shared.items():
-            tables = [n for n in group if isinstance(self.model.get_submodule(n.rpartition(".")[0]), nn.Embedding)]
+            tables = [n for n in group if isinstance(held_by(self.model, n)[0], nn.Embedding)]
             said = {axes.get(peer, -1) for peer in tables if reached(visible[peer])}
             if name in tables and not reached(visible[name]) and len(said) == 1 and said != {-1}:
                 found.append(Shift(name, *said))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 
-from normgeo.converted import put, replaced
+from normgeo.converted import held_by, put, replaced
 from normgeo.errors import ModelError, NormGeoError, first_line
 from normgeo.functional import watched
 from normgeo.models import copied, default_dtype, seeded, uncompiled
@@ -77,7 +77,7 @@ def tied(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     shared = [group for group in names.values() if len(group) > 1]
-    owners = lambda group: {id(model.get_submodule(n.rpartition(".")[0])) for n in group}  # noqa: E731
+    owners = lambda group: {id(held_by(model, n)[0]) for n in group}  # noqa: E731
     return [group for group in shared if len(owners(group)) > 1]  # several names of one shared module are no tie
 
 
@@ -92,8 +92,7 @@ def untie(model: nn.Module, *, always: bool = False) -> None:
     seen: set[int] = set()
     for group in groups:
         for name in group:
-            owner, _, last = name.rpartition(".")
-            module = model.get_submodule(owner)
+            module, last = held_by(model, name)
             parameter = getattr(module, last)
             if id(parameter) in seen:
                 setattr(module, last, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs
+from normgeo.converted import held_by
 from normgeo.examples import example_inputs
 from normgeo.sites import NormSite
 
@@ -60,8 +61,7 @@ def written_by_tables(
 
 def _made_anew(model: PreTrainedModel, name: str, axis: int, inputs: dict[str, Tensor]) -> bool:
     """Whether a model makes a table again that is too short: what was centered would be undone."""
-    owner, _, last = name.rpartition(".")
-    module, table = model.get_submodule(owner), model.get_buffer(name)
+    (module, last), table = held_by(model, name), model.get_buffer(name)
     short = table[tuple(slice(None) if i == axis else slice(1) for i in range(table.ndim))].clone()
     for there, longest in ((short, None), (table, max(table.shape))):  # some go by the table, some by what they noted
         setattr(module, last, there)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from normgeo.conversion.centering import recenter_sources, site_means
 from normgeo.conversion.gauge import Gauge
 from normgeo.conversion.probing import Place, generic_copy, untie
-from normgeo.converted import recenter_at
+from normgeo.converted import held_by, recenter_at
 from normgeo.errors import ConversionError
 from normgeo.loading import saved_elsewhere
 from normgeo.norms import RMSNorm
@@ -53,8 +53,7 @@ def parametrized(
     """
     result = copy.deepcopy(model)
     for name, axis in gauge.writers:
-        owner, _, last = name.rpartition(".")
-        _center(result.get_submodule(owner), last, axis)
+        _center(*held_by(result, name), axis)
     exact = generic_copy(result, inputs, tied=True).train()  # a new model has means that are zero, but do not stay so
     places = recenter_sources(exact, gauge, inputs)
     train = site_means(exact, gauge.layernorms, inputs)

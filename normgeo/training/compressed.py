@@ -23,7 +23,7 @@ from normgeo.conversion.gauge import Gauge, find_gauge
 from normgeo.conversion.probing import INVISIBLE, float64_copy, outputs_of, same
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import Centered
-from normgeo.converted import SIZES, put, reshape
+from normgeo.converted import SIZES, held_by, put, reshape
 from normgeo.errors import ConversionError, NormGeoError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
@@ -95,8 +95,7 @@ def compressed(model: PreTrainedModel) -> PreTrainedModel:
     readers = _readers(model, gauge)
     result = copy.deepcopy(model)
     for shift in gauge.writers:
-        owner, _, last = shift.parameter.rpartition(".")
-        module = result.get_submodule(owner)
+        module, last = held_by(result, shift.parameter)
         width = getattr(module, last).shape[shift.axis]
         parametrize.register_parametrization(module, last, Compressed(shift.axis), unsafe=True)
         for attribute, axis in SIZES.items():  # the sizes that the module has noted of its weight
@@ -158,8 +157,8 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for name in [first for first, *_ in names.values()]:  # a tied head once
-        old, (owner, _, last) = model.get_parameter(name), name.rpartition(".")
-        if isinstance(module := model.get_submodule(owner), nn.LayerNorm):
+        old, (module, last) = model.get_parameter(name), held_by(model, name)
+        if isinstance(module, nn.LayerNorm):
             fill = torch.tensor([1.0 if last == "weight" else 0.0]).to(old)
             setattr(module, last, nn.Parameter(torch.cat([old, fill]), old.requires_grad))
             module.normalized_shape = (len(old) + 1,)
