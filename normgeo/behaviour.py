@@ -35,8 +35,13 @@ class Behaviour:
     bias: bool
 
 
+def _centered(x: Tensor, kind: Kind) -> Tensor:
+    """What a norm of this kind scales: LayerNorm its input without the mean, RMSNorm all of it."""
+    return x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+
+
 def _standardized(x: Tensor, kind: Kind) -> Tensor:
-    x = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
+    x = _centered(x, kind)
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
 
 
@@ -165,12 +170,15 @@ def _fits_any(module: nn.Module, x: Tensor) -> bool:
 
 def _is_its_eps(eps: float, module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> bool:
     """Whether vectors whose mean square is a third of eps come out half as long: others add it to a deviation."""
-    y = _standardized(x, kind)
-    v = (x - x.mean(-1, keepdim=True) if kind == "layernorm" else x).pow(2).mean(-1, keepdim=True)
-    short = x * (eps / 3 / v).sqrt()
-    out = (module(short) - module(-short)) / 2
-    half = (out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)
+    y, v = _standardized(x, kind), _centered(x, kind).pow(2).mean(-1, keepdim=True)
+    half = _length(module, x * (eps / 3 / v).sqrt(), gamma, y)
     return eps == 0 or bool((half - 0.5).abs().max() < 0.01)
+
+
+def _length(module: nn.Module, x: Tensor, gamma: Tensor, y: Tensor) -> Tensor:
+    """How long vectors x come out, beta aside, as a share of gamma * y, which they would be were eps zero."""
+    out = (module(x) - module(-x)) / 2
+    return (out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)
 
 
 def _named_eps(module: nn.Module) -> list[float]:
@@ -184,13 +192,10 @@ def _measured_eps(module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind, given
 
     One that is the rounding of the probe's dtype is that of the dtype in which the module computes.
     """
-    y = _standardized(x, kind)
-    centered = x - x.mean(-1, keepdim=True) if kind == "layernorm" else x
-    v = centered.pow(2).mean(-1)
+    y, v = _standardized(x, kind), _centered(x, kind).pow(2).mean(-1)
     best, off = 0.0, 1.0
     for s in (10.0**-k for k in range(9)):
-        out = (module(s * x) - module(-s * x)) / 2
-        r = ((out * gamma * y).sum(-1) / (gamma * y).pow(2).sum(-1)).clamp(1e-6, 1.0)
+        r = _length(module, s * x, gamma, y).clamp(1e-6, 1.0)
         if (r - 0.5).abs().mean() < off:
             best, off = (s * s * v * (r**-2 - 1)).mean().item(), (r - 0.5).abs().mean().item()
     if math.isclose(best, torch.finfo(x.dtype).eps, rel_tol=1e-3):
