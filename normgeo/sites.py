@@ -223,8 +223,8 @@ def _placed(
     sites = []
     for call, behaviour in found:
         role, stack, layer = placer.place(call)
-        heads = [whole for whole, base in bases if call.name.startswith(whole) and not call.name.startswith(base)]
-        if "" in heads or (heads and role == "final"):  # a model within may have other towers beside its base
+        around = [whole for whole, base in bases if call.name.startswith(whole) and not call.name.startswith(base)]
+        if "" in around or (around and role == "final"):  # a model within may have other towers beside its base
             role = "head"
         d = call.inputs[0].shape[-1]
         vectors = call.inputs[0].numel() // d
