@@ -1,4 +1,4 @@
-"""What all do with a model, and the RMSNorm twin of the pair that ships with the package."""
+"""Models: their dtypes and devices, copies, checks and digests, and the RMSNorm twin that ships with the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same kernels in torch: for every device, and where nothing can be compiled."""
+"""The passes over hidden states (`cpu`, `triton_project`) in torch: for other devices, and without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store of hidden states lacks: every byte of it, if asked."""
+"""What is missing or damaged in a store of hidden states: by its records and lengths alone, or by every byte of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said meanwhile, on standard error: lines, and the bar with tokens done, tokens a second, time left."""
+"""The terminal: results and tables, and meanwhile, on standard error, lines and a bar of tokens done and time left."""
 
 from __future__ import annotations
 
