@@ -198,8 +198,11 @@ def raw(run: Path | None, kept: str, keys: set[str], values: set[str], command: 
 
 
 def stacks(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The rows of each stack of layers, by what it is called: its model, and of several its own name below that."""
-    found = {}
+    """The rows of each stack of layers, by what it is called: its model, and of several its own name below that.
+
+    They have the column `depth`, too.
+    """
+    found, frame = {}, frame.assign(depth=depth(frame))
     for model, part in frame.groupby("model", sort=False):
         several = part["stack"].nunique() > 1
         found |= {

@@ -127,7 +127,7 @@ def compute(
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The share that is lost along the depth of each model or stack, for either standardization of the same states."""
     frame = frame[frame.on_stream]
-    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    stacks = _source.stacks(frame)
     figure, grid = _axes.grid(["variance lost (%)"], list(stacks), height=2.2, xlabel=_axes.DEPTH)
     for axes, rows in zip(grid[0], stacks.values(), strict=True):
         axes.axhline(0, color="0.4", linewidth=1, linestyle="--", label="BatchNorm (eq. 10 and 11)")

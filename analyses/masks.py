@@ -69,7 +69,7 @@ def _rows(sites: pd.DataFrame, stores: _source.ScalarStores, masks: Mapping[str,
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle to the uniform vector along the depth of the residual stream for each mask, a column per model or stack."""
     frame, masks = on_stream(frame[frame.direction == "uniform"]), list(frame["mask"].unique())
-    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    stacks = _source.stacks(frame)
     ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
     figure, grid = _axes.grid(ylabels, list(stacks), xlabel=_axes.DEPTH)
     for row, phase in zip(grid, ("pre", "post"), strict=True):

@@ -40,7 +40,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Angle and norm along the depth of the residual stream, a column per model, and of several stacks per stack."""
     frame = frame[frame.on_stream]
-    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    stacks = _source.stacks(frame)
     figure, grid = _axes.grid(["angle to uniform (degrees)", "mean norm"], list(stacks), xlabel=_axes.DEPTH)
     for column, rows in enumerate(stacks.values()):
         angle, norm = grid[:, column]

@@ -67,7 +67,7 @@ def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Both standard errors of the mean angle to the uniform vector, along the depth of each model or stack."""
     frame = on_stream(frame[frame.direction == "uniform"])
-    stacks = _source.stacks(frame.assign(depth=_source.depth(frame)))
+    stacks = _source.stacks(frame)
     ylabels = ["before the norm (degrees)", "after the norm (degrees)"]
     titles = [f"{stack}\n{rows.n_documents.min():,} documents" for stack, rows in stacks.items()]
     figure, grid = _axes.grid(ylabels, titles, xlabel=_axes.DEPTH)
