@@ -126,9 +126,7 @@ def images(config: ViTConfig, *, batch: int = 4, seed: int = 0) -> Task:
         with seeded(seed):
             model = ViTForImageClassification(config)
             model = widened(model) if form == "pre-crmsnorm" else model
-        if form == "pre-rmsnorm":
-            return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
-        return compressed(model) if form == "pre-crmsnorm" else model
+        return _in_form(form, model)
 
     return Task(
         build,
@@ -155,10 +153,7 @@ def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named
         raise NormGeoError(f"{type(model).__name__} is no causal language model, nor a classifier of images")
 
     def build(form: str) -> PreTrainedModel:
-        model = _without_dropout(load_model(name, dtype=torch.float32, **named)).requires_grad_(True)
-        if form == "pre-rmsnorm":
-            return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
-        return compressed(model) if form == "pre-crmsnorm" else model
+        return _in_form(form, _without_dropout(load_model(name, dtype=torch.float32, **named)).requires_grad_(True))
 
     shape = (config.num_hidden_layers, config.hidden_size, getattr(config, "num_attention_heads", 0))
     generator = torch.Generator().manual_seed(seed)
@@ -170,6 +165,13 @@ def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named
     ids = torch.randint(config.vocab_size, (batch, context), generator=generator)
     about = _about(*shape, batch, context, config.vocab_size)
     return Task(build, {"input_ids": ids}, ids[:, 1:].flatten(), _next_token, recipe_for("tiny"), about)
+
+
+def _in_form(form: str, model: PreTrainedModel) -> PreTrainedModel:
+    """A Pre-LN model, or its training form of that name."""
+    if form == "pre-rmsnorm":
+        return convert(model, gauge=gauge_of(model, training=True), trainable=True).model
+    return compressed(model) if form == "pre-crmsnorm" else model
 
 
 def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
