@@ -6,9 +6,9 @@ import pytest
 from normgeo.angles.measure import measure_angles
 
 
-def of_random_directions(figure, axes=0):
+def of_random_directions(figure):
     """{label: color} of the lines of random directions."""
-    lines = (line for line in figure.axes[axes].lines if "random directions" in line.get_label())
+    lines = (line for line in figure.axes[0].lines if "random directions" in line.get_label())
     return {line.get_label(): matplotlib.colors.to_hex(line.get_color()) for line in lines}
 
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("passes")
 EPS = 1e-5
 
 
-def site(d, kind="layernorm", name="norm", **about):
-    return NormSite(name, kind, "attention", 0, "layers", d, EPS, **about)
+def site(d, kind="layernorm", **about):
+    return NormSite("norm", kind, "attention", 0, "layers", d, EPS, **about)
 
 
 def fed(pre, post=None, *, kind="layernorm", ids=None, start=0, bos=None, k=8, heads=1, every=1, rows=1):
