@@ -31,6 +31,7 @@ __all__ = [
     "check_model",
     "copied",
     "default_dtype",
+    "dtype_name",
     "loaded_dtype",
     "memory_explained",
     "on_cpu",
@@ -49,6 +50,11 @@ M = TypeVar("M", bound=nn.Module)
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 """The dtypes a model can be loaded in, by the names the command line knows them by."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name: `bfloat16` of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 class TwinConfig(GPT2Config):

@@ -21,7 +21,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.functional import FunctionNorm, function_of
-from normgeo.models import check_model, on_cpu
+from normgeo.models import check_model, dtype_name, on_cpu
 from normgeo.roles import Placer, Role
 from normgeo.trace import Call, Function, Trace, traced
 
@@ -235,7 +235,7 @@ def _placed(
             NormSite(
                 call.name, behaviour.kind, role, layer, stack, d, behaviour.eps,
                 behaviour.gain, behaviour.bias, heads, heads > 1 and _is_head_major(call.inputs[0], heads),
-                numbers[call][0], str(call.inputs[0].dtype).removeprefix("torch."), _is_time_major(call.inputs[0], ids),
+                numbers[call][0], dtype_name(call.inputs[0].dtype), _is_time_major(call.inputs[0], ids),
                 numbers[call][1], *_named(functions.get(call), names),
             )
         )  # fmt: skip

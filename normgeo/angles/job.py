@@ -15,7 +15,7 @@ from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import pick_dtype, tokenizer_digest, usable_device, weights_digest
+from normgeo.models import dtype_name, pick_dtype, tokenizer_digest, usable_device, weights_digest
 from normgeo.numbers import LEAST, check_numbers
 from normgeo.sites import NormSite, find_sites, select_sites
 from normgeo.stream import check_context, check_pass
@@ -203,7 +203,7 @@ def prepare(
         "n_tokens": n_tokens,
         "marks": [list(mark) for mark in tokens.marks if mark[0] < n_tokens],
         "bos": bos,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": device_name(torch.device(device)) if device.startswith("cuda") else device,
         "sites": [asdict(site) for site in sites],
     }

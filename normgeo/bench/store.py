@@ -24,6 +24,7 @@ from normgeo.angles.measure import new_statistics
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.geometry import Directions
+from normgeo.models import dtype_name
 from normgeo.numbers import check_number
 from normgeo.sites import NormSite
 from normgeo.store.capture import CaptureConfig, start_capture
@@ -126,7 +127,7 @@ class _Measure:
 
 
 def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str, _Measure]:
-    stored = [str(job.model.dtype).removeprefix("torch.")] * len(job.sites)
+    stored = [dtype_name(job.model.dtype)] * len(job.sites)
     layouts = {phases: Layout.of(job.sites, stored, phases, job.n_tokens) for phases in (("pre",), ("pre", "post"))}
     folders = {phases: scratch / "-".join(phases) for phases in layouts}
     for phases, where in folders.items():

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from normgeo.angles.measure import new_statistics
 from normgeo.functional import watched
-from normgeo.models import base_model, shared_copy
+from normgeo.models import base_model, dtype_name, shared_copy
 from normgeo.numbers import check_number, check_numbers
 from normgeo.sites import NormSite, find_sites
 from normgeo.stream import check_context, forward, stream, vocabulary
@@ -91,7 +91,7 @@ def bench_stream(
     ratios["base"] = [1.0]
     about = {
         "device": device_name(model.device), "torch": torch.__version__,
-        "dtype": str(model.dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        "dtype": dtype_name(model.dtype), "threads": torch.get_num_threads(),
         "batch": batches[0].ids.shape[0], "context": batches[0].ids.shape[1],
         "d": max(site.d for site in sites), "sites": len(sites), "rounds": rounds, "null": null,
         "null_every": null_every,

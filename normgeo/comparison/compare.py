@@ -29,7 +29,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import on_cpu, usable_device, weights_digest
+from normgeo.models import dtype_name, on_cpu, usable_device, weights_digest
 from normgeo.numbers import check_numbers
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
@@ -191,7 +191,7 @@ def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
     kinds = [site.kind for site in find_sites(whole, qk=True)]
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {
-        "dtype": str(model.dtype).removeprefix("torch."), "device": device,
+        "dtype": dtype_name(model.dtype), "device": device,
         "parameters": model.num_parameters(), "bytes": int(model.get_memory_footprint()),
         "layernorms": kinds.count("layernorm"), "rmsnorms": kinds.count("rmsnorm"),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
-from normgeo.models import loaded_dtype
+from normgeo.models import dtype_name, loaded_dtype
 from normgeo.trace import evaluating
 
 __all__ = ["TOLERANCE_FLOAT32", "TOLERANCE_FLOAT64", "Certificate", "certificate_inputs", "certify", "listed"]
@@ -233,7 +233,7 @@ def certify(
     shapes = [", ".join(f"{k} {tuple(v.shape)}" for k, v in batch.items()) for batch in [*inputs, *real]]
     return Certificate(
         relative <= tolerance and counts["replaced"] > 0, absolute, relative, tolerance, watch.found,
-        tuple(dict.fromkeys(shapes)), str(loaded_dtype(original)).removeprefix("torch."), own.own, own.base,
+        tuple(dict.fromkeys(shapes)), dtype_name(loaded_dtype(original)), own.own, own.base,
         *own.metrics(), site_mean, **counts,
         unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
         outputs=looked_at(), headless=_headless(original64, converted64, inputs[0], tolerance),

@@ -37,7 +37,7 @@ from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import loaded_dtype
+from normgeo.models import dtype_name, loaded_dtype
 from normgeo.system.folders import whole_directory
 from normgeo.trace import evaluating
 
@@ -289,7 +289,7 @@ def write_config(
     raw = config.to_dict() | {
         "model_type": model_type, "architectures": [cls.__name__], "normgeo": recipe,
         "auto_map": {"AutoConfig": f"{module}.Converted{settings.__name__}"} | headless | auto_map(cls),
-        "dtype": str(loaded_dtype(conversion.model)).removeprefix("torch."),
+        "dtype": dtype_name(loaded_dtype(conversion.model)),
         "transformers_version": transformers.__version__,
     }  # fmt: skip
     raw.pop("_name_or_path", None)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from normgeo.converted import held_by, put, replaced
 from normgeo.errors import ModelError, NormGeoError, first_line
 from normgeo.functional import watched
-from normgeo.models import copied, default_dtype, seeded, uncompiled
+from normgeo.models import copied, default_dtype, dtype_name, seeded, uncompiled
 from normgeo.norms import LayerNorm
 from normgeo.sites import NormSite
 from normgeo.trace import is_leaf
@@ -231,8 +231,7 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     except NormGeoError:
         raise
     except Exception as error:  # whatever a model raises
-        dtype = str(model.dtype).removeprefix("torch.")
-        raise ModelError(f"{name} cannot run in {dtype}: {first_line(error)}") from error
+        raise ModelError(f"{name} cannot run in {dtype_name(model.dtype)}: {first_line(error)}") from error
     named = result if isinstance(result, Mapping) else {"output": result}
     found = [pair for key, value in named.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
     for wanted in looked_at():

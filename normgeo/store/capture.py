@@ -18,7 +18,7 @@ from normgeo.angles.measure import AngleTable, new_statistics
 from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import PHASES, AngleStatistics
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.models import on_cpu
+from normgeo.models import dtype_name, on_cpu
 from normgeo.store.check import interrupted, length_problems, metadata_problems
 from normgeo.store.layout import CHUNK_BYTES, Layout, create, put_back, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
@@ -338,7 +338,7 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
         if "post" not in config.phases and rebuild.error > REBUILT_WITHIN:
             raise StoreError(f"the output of {site.key} cannot be rebuilt from its input; give --phases pre,post")
         rebuilds.append(rebuild)
-        dtypes.append(str(pre.dtype).removeprefix("torch."))
+        dtypes.append(dtype_name(pre.dtype))
     layout = Layout.of(job.sites, dtypes, config.phases, job.n_tokens, config.chunk_bytes)
     return _Plan(layout, rebuilds, [type(module).__name__ for module in modules], _overhead(config, job, layout))
 

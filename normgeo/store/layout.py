@@ -36,6 +36,7 @@ from zarr.codecs import Crc32cCodec
 from zarr.storage import MemoryStore
 
 from normgeo.errors import StoreError
+from normgeo.models import dtype_name
 from normgeo.sites import NormSite
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.storage import Storage
@@ -370,7 +371,7 @@ def create(
         )  # fmt: skip
         for name, values in (("gain", rebuild.gain), ("bias", rebuild.bias)):
             if values is not None:
-                dtype = str(values.dtype).removeprefix("torch.")
+                dtype = dtype_name(values.dtype)
                 array = _array(root, f"sites/{site.key}/{name}", dtype, (site.d,), (site.d,), ("channel",))
                 array[:] = as_numpy(values)
     files = {name: made[name].to_bytes() for name in sorted(made)}
