@@ -17,6 +17,7 @@ from zoo import tiny
 from analyses import stream_cost
 from normgeo import find_sites, load_model, models
 from normgeo.angles import job
+from normgeo.angles.statistics import AngleStatistics
 from normgeo.bench import inference, passes
 from normgeo.bench import store as store_bench
 from normgeo.bench import stream as stream_bench
@@ -126,8 +127,16 @@ def test_an_empty_stream_is_refused():
 def test_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: job.BLOCK_TOKENS * 1.0)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
-    run = job.RunConfig(("embedded-layernorm",), tokens=1024, context=64, batch=4)
+    met, real = set(), store_bench.stream
+
+    def stream(model, sites, batches, sinks):
+        met.update(sink.k for sink in sinks if isinstance(sink, AngleStatistics))
+        return real(model, sites, batches, sinks)
+
+    monkeypatch.setattr(store_bench, "stream", stream)
+    run = job.RunConfig(("embedded-layernorm",), tokens=1024, context=64, batch=4, null=4)
     frame = store_bench.bench_store(run, tmp_path, rounds=2)
+    assert met == {run.null}  # as many random directions as the captures meet
     of = frame.set_index("variant")
     assert len(of) == 11
     assert of.baseline["scan of pre"] == "reading of pre"
@@ -179,8 +188,13 @@ def test_all_of_a_stores_chunks_are_read_after_the_system_forgot_them(home, tmp_
 
 
 def test_passes_of_a_model_are_timed_without_statistics_and_with_them_and_a_store(tmp_path, monkeypatch):
-    passes = []
-    monkeypatch.setattr(store_bench, "_pass", lambda *given: passes.append(given) or 1.0)
+    passes = set()
+
+    def passed(run, job, sites, layout, folder=None, exact=()):
+        passes.add((run, len(sites), folder))
+        return 1.0
+
+    monkeypatch.setattr(store_bench, "_pass", passed)
     monkeypatch.setattr(store_bench.Disk, "rate", lambda disk, n=0: 1e9)
     monkeypatch.setattr(store_bench, "store_rate", lambda folder: 1e9)
     monkeypatch.setattr(store_bench, "_read", lambda store, direct: 2.0 if direct else 4.0)
@@ -191,9 +205,7 @@ def test_passes_of_a_model_are_timed_without_statistics_and_with_them_and_a_stor
     for phases in ("pre", "pre and post"):
         assert [seconds[f"{way} of {phases}"] for way in ("reading", "direct reading", "scan")] == [4.0, 2.0, 8.0]
     count = len(find_sites(load_model("embedded-layernorm")))
-    assert {(len(sites), folder, batch) for _, sites, _, folder, batch, *_ in passes} == {
-        (0, None, 4), (count, None, 4), (count, tmp_path, 4),
-    }  # fmt: skip
+    assert passes == {(run, 0, None), (run, count, None), (run, count, tmp_path)}
 
 
 def test_a_measure_of_a_store_is_over_its_baseline_in_the_same_round():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from normgeo.angles.measure import new_statistics
+from normgeo.angles.statistics import AngleStatistics
 from normgeo.cards import EMBEDDED
 from normgeo.errors import NormGeoError, RunError
 from normgeo.examples import max_context
@@ -23,7 +25,7 @@ from normgeo.system.files import unreadable
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, absolute, counted, holds_ids, load_tokens, on_hub
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "prepare", "revision_in"]
+__all__ = ["SAME", "Job", "RunConfig", "check_same", "empty_statistics", "prepare", "revision_in"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -210,6 +212,13 @@ def prepare(
     block = config.block(n_tokens, tokens.context, period := tokens.period(config.batch))
     keep, divisible = config.keeps_scalars(n_tokens), block == n_tokens or block % period == 0
     return Job(label_of(name), model, tokens, sites, n_tokens, bos, keep, block, divisible, about)
+
+
+def empty_statistics(config: RunConfig, job: Job) -> AngleStatistics:
+    """Statistics that have seen nothing of a job yet, with the random directions of its run."""
+    return new_statistics(
+        job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
+    )
 
 
 def revision_in(abouts: Iterable[dict[str, Any]]) -> str | None:

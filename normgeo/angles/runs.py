@@ -24,8 +24,8 @@ from typing import Any
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
-from normgeo.angles.job import Job, RunConfig, check_same, prepare, revision_in
-from normgeo.angles.measure import AngleTable, check_seen, new_statistics
+from normgeo.angles.job import Job, RunConfig, check_same, empty_statistics, prepare, revision_in
+from normgeo.angles.measure import AngleTable, check_seen
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
 from normgeo.angles.state import Span, State, joined, missing, n_tokens
@@ -313,9 +313,7 @@ def _measure(
     config: RunConfig, job: Job, out: Path, ranks: Ranks, announce: Callable[[str], None], progress: bool
 ) -> AngleStatistics | None:
     """The statistics of all tokens, in the first process; each measures its share of those that are missing."""
-    statistics = new_statistics(
-        job.model, job.sites, null=config.null, seed=config.seed, null_every=config.null_every, bos=job.bos
-    )
+    statistics = empty_statistics(config, job)
     state, writer = State(out / "state", safe_name(job.label), _measured_what(config, job)), None
     if job.keep:
         writer = ScalarWriter(out / "scalars.zarr" / safe_name(job.label), job.sites, job.n_tokens, job.block)

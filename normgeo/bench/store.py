@@ -19,8 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from normgeo.angles.job import Job, RunConfig, prepare
-from normgeo.angles.measure import new_statistics
+from normgeo.angles.job import Job, RunConfig, empty_statistics, prepare
 from normgeo.angles.statistics import AngleStatistics
 from normgeo.errors import StoreError
 from normgeo.geometry import Directions
@@ -137,10 +136,10 @@ def _measures(run: RunConfig, job: Job, folder: Path, scratch: Path) -> dict[str
     measures = {
         "disk, one file, fsync": _Measure(lambda: some / Disk(folder).rate(512 << 20), "disk, one file, fsync", some),
         "store, all phases in float32": _Measure(lambda: some / store_rate(folder), "disk, one file, fsync", some),
-        "forward": _Measure(lambda: _pass(job, [], layout, None, run.batch), "forward"),
-        "forward, statistics": _Measure(lambda: _pass(job, job.sites, layout, None, run.batch), "forward"),
+        "forward": _Measure(lambda: _pass(run, job, [], layout), "forward"),
+        "forward, statistics": _Measure(lambda: _pass(run, job, job.sites, layout), "forward"),
         "forward, statistics, capture of pre":
-            _Measure(lambda: _pass(job, job.sites, layout, folder, run.batch, exact), "forward", some),
+            _Measure(lambda: _pass(run, job, job.sites, layout, folder, exact), "forward", some),
     }  # fmt: skip
     for phases, found in layouts.items():
         where, of = folders[phases], " and ".join(phases)
@@ -202,17 +201,18 @@ def _scan(store: Path) -> float:
 
 
 def _pass(
-    job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None, batch: int, exact: Collection[int] = ()
-) -> float:
+    run: RunConfig, job: Job, sites: Sequence[NormSite], layout: Layout, folder: Path | None = None,
+    exact: Collection[int] = (),
+) -> float:  # fmt: skip
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
     synchronize(*(places := devices(job.model)))
-    statistics = new_statistics(job.model, job.sites, null=256, seed=0, null_every=16, bos=job.bos)
+    statistics = empty_statistics(run, job)
     sinks = [statistics] if sites else []
     with _new_store(folder, layout) if folder else nullcontext() as disk:
         began = time.perf_counter()
         writing = StoreWriter(disk, "bench", layout, sites, statistics, exact=exact) if disk else nullcontext()
         with writing as writer:
-            for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, batch), [writer, *sinks]
+            for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, run.batch), [writer, *sinks]
                                 if writer else sinks):  # fmt: skip
                 if writer is not None:
                     writer.finish(piece)

@@ -13,10 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from normgeo.angles.cost import cost
-from normgeo.angles.job import SAME, Job, RunConfig, check_same, prepare
-from normgeo.angles.measure import AngleTable, new_statistics
+from normgeo.angles.job import SAME, Job, RunConfig, check_same, empty_statistics, prepare
+from normgeo.angles.measure import AngleTable
 from normgeo.angles.runs import new_record, now, write_results
-from normgeo.angles.statistics import PHASES, AngleStatistics
+from normgeo.angles.statistics import PHASES
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import dtype_name, on_cpu
 from normgeo.store.check import interrupted, length_problems, metadata_problems
@@ -194,10 +194,6 @@ class _Capture:
         return {"about": self.job.about, "phases": list(self.config.phases), "batch": run.batch, "null": run.null,
                 "null_every": run.null_every, "seed": run.seed, "label": self.job.label}  # fmt: skip
 
-    def statistics(self) -> AngleStatistics:
-        """Empty ones."""
-        return _empty_statistics(self.config, self.job)
-
     def new_record(self, announce: Callable[[str], None]) -> dict[str, Any]:
         """What `store.json` says of a store that is begun."""
         announce(self.check_space())
@@ -242,7 +238,7 @@ class _Capture:
 
     def finish(self, record: dict[str, Any]) -> AngleTable:
         """Put the rows' statistics together and the results beside them."""
-        store, statistics = HiddenStateStore(self.storage), self.statistics()
+        store, statistics = HiddenStateStore(self.storage), empty_statistics(self.config.run, self.job)
         if not store.complete:
             raise StoreError(f"{self.storage}: the stream ended before its last row was committed")
         for commit in store.commit_log:
@@ -292,7 +288,7 @@ class _Capture:
         if not rows:
             return
         job, layout, at_once = self.job, self.plan.layout, self.config.run.batch
-        statistics, store = self.statistics(), HiddenStateStore(self.storage)
+        statistics, store = empty_statistics(self.config.run, job), HiddenStateStore(self.storage)
         exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
         mine = set(rows)
         start = job.tokens.batch_start(layout.start(min(mine)), at_once)
@@ -346,16 +342,9 @@ def _planned(config: CaptureConfig, job: Job) -> _Plan:
 def _overhead(config: CaptureConfig, job: Job, layout: Layout) -> int:
     """Bytes that a row takes on a disk beside its chunks' numbers, at most: statistics, records, the ends of files."""
     tokens = min(layout.n_tokens, layout.chunk + config.run.batch * job.tokens.context)  # of batches that begin in it
-    state = _empty_statistics(config, job).state_bytes(tokens)
+    state = empty_statistics(config.run, job).state_bytes(tokens)
     record = 1024 + sum(len(spec.name) + 64 for spec in layout.arrays) + sum(len(site.key) + 32 for site in job.sites)
     return state + record + DISK_BLOCK * (len(layout.arrays) + 2)
-
-
-def _empty_statistics(config: CaptureConfig, job: Job) -> AngleStatistics:
-    run = config.run
-    return new_statistics(
-        job.model, job.sites, null=run.null, seed=run.seed, null_every=run.null_every, bos=job.bos
-    )  # fmt: skip
 
 
 def _with_tokens_of(rows: Set[int], layout: Layout, batches: Iterable[TokenBatch]) -> Iterator[TokenBatch]:
