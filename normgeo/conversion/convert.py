@@ -341,7 +341,7 @@ def _in_dtype(
     converted = copied(model)
     if any(not _equal(exact, group) for group in tied(converted)):
         if keep_tie and (heads := _tied_heads(converted, exact, recipe)):
-            recipe["heads"] = list(heads)
+            recipe["heads"] = heads
         else:
             untie(converted)
     state = _values(exact, recipe)
@@ -379,13 +379,13 @@ def _equal(exact: PreTrainedModel, group: list[str]) -> bool:
     return all(first.shape == other.shape and torch.equal(first, other) for other in others)
 
 
-def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any]) -> dict[str, nn.Module]:
-    """Heads that can stay tied: linear, and tied to weights that were centered along the axis that the head reads.
+def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict[str, Any]) -> list[str]:
+    """Heads that can stay tied, by name: linear, and tied to weights centered along the axis that the head reads.
 
     Raises:
         ConversionError: something else is tied, which no correction of the head helps.
     """
-    heads: dict[str, nn.Module] = {}
+    heads: list[str] = []
     for group in (group for group in tied(converted) if not _equal(exact, group)):
         values = {name: exact.get_parameter(name) for name in group}
         matrices = [n for n in group if values[n].ndim == 2]  # biases may be tied, too
@@ -395,5 +395,5 @@ def _tied_heads(converted: PreTrainedModel, exact: PreTrainedModel, recipe: dict
         if not (pairs and all(torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in pairs)):
             option = "fold_affine" if "folded" in recipe else "keep_tie"
             raise ConversionError(f"{', '.join(group)} cannot stay tied: leave out {option}")
-        heads |= {name.rpartition(".")[0]: held_by(converted, name)[0] for name in linear}
+        heads += [name.rpartition(".")[0] for name in linear]
     return heads
