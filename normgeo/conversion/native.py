@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from normgeo.conversion.certify import TOLERANCE_FLOAT32
 from normgeo.conversion.convert import Conversion
 from normgeo.conversion.probing import outputs_of, same
+from normgeo.conversion.shallow import empty_model
 from normgeo.examples import several_inputs
 
 __all__ = ["native_model"]
@@ -47,8 +48,7 @@ def _candidate(converted: PreTrainedModel, config_class: Any, model_class: Any, 
             return None
         known -= {"model_type", "architectures", "transformers_version", "rms_norm_eps", "_name_or_path"}
         config = config_class(**{k: v for k, v in settings.items() if k in known}, rms_norm_eps=eps)
-        with torch.device("meta"):
-            empty = model_class(config)
+        empty = empty_model(model_class, config)
     except Exception:
         return None  # settings of another architecture, each refused in its own way
     state = {k: v.detach() for k, v in converted.state_dict().items()}
