@@ -9,8 +9,6 @@ import zoo
 
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.verdict import already_centered, scenario
-from normgeo.architectures import architectures
-from normgeo.architectures import tiny as tiny_architecture
 from normgeo.errors import ActivationError, DataError, ModelError
 from normgeo.geometry import Directions
 from normgeo.sites import find_sites, select_sites
@@ -349,7 +347,7 @@ def test_one_call_of_a_shared_norm_is_selected_by_its_key(tiny):
 
 def test_a_model_that_token_ids_alone_do_not_run_is_named():
     """Its own error says what it lacks, and not who it is."""
-    blip = tiny_architecture(next(a for a in architectures() if a.model_type == "blip"))
+    blip = zoo.by_type("blip")
     with pytest.raises(ModelError, match=r"Blip\w+ failed on token ids alone: "):
         measure_angles(blip, np.full((2, 5), 7), null=2, progress=False)
 

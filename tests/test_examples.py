@@ -9,7 +9,7 @@ import zoo
 
 from analyses import coverage
 from normgeo import convert
-from normgeo.architectures import architectures, tiny
+from normgeo.architectures import architectures
 from normgeo.conversion.certify import TOLERANCE_FLOAT64
 from normgeo.conversion.probing import outputs_of
 from normgeo.conversion.reaching import reaching_inputs
@@ -41,7 +41,7 @@ def test_models_of_several_inputs_are_converted(name, verdict):
 
 @pytest.mark.parametrize("name", ["chameleon", "csm", "gemma3n_audio", "hunyuan_vl_vision", "pix2struct", "timesfm"])
 def test_models_that_keep_all_their_norms_run_on_what_is_made(name):
-    model = tiny(ALL[name])
+    model = zoo.by_type(name)
     with torch.no_grad():
         outputs = outputs_of(model, example_inputs(model))
     assert outputs
@@ -50,7 +50,7 @@ def test_models_that_keep_all_their_norms_run_on_what_is_made(name):
 
 def test_an_image_has_its_places_before_the_text():
     """Kosmos-2 reads an image where a mask says so; what it says of the text depends on it."""
-    model: Any = tiny(ALL["kosmos-2"])
+    model: Any = zoo.by_type("kosmos-2")
     inputs = example_inputs(model, 5)
     mask = inputs["image_embeds_position_mask"]
     assert mask.sum(1).tolist() == [model.config.latent_query_num] * 2
@@ -62,7 +62,7 @@ def test_an_image_has_its_places_before_the_text():
 
 
 def test_a_film_has_a_place_in_the_text_too():
-    model: Any = tiny(ALL["instructblipvideo"])
+    model: Any = zoo.by_type("instructblipvideo")
     assert example_inputs(model)["pixel_values"].ndim == 5
     assert (reaching_inputs(model)["input_ids"] == model.config.video_token_index).any()
 
@@ -129,5 +129,5 @@ def test_words_are_read_with_where_they_are_and_with_what_is_seen(cls, config):
 
 
 def test_sound_of_one_channel_has_an_axis_for_it_where_the_documentation_says_so():
-    assert shapes(tiny(ALL["dac"])) == {"input_values": (2, 1, 4000)}
-    assert shapes(tiny(ALL["wav2vec2"])) == {"input_values": (2, 4000)}
+    assert shapes(zoo.by_type("dac")) == {"input_values": (2, 1, 4000)}
+    assert shapes(zoo.by_type("wav2vec2")) == {"input_values": (2, 4000)}

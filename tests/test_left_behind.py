@@ -15,8 +15,6 @@ from transformers import GPT2Config, GPT2Model
 from analyses import models_table
 from normgeo import convert, find_gauge, find_sites, load_model
 from normgeo.angles.measure import new_statistics
-from normgeo.architectures import architectures
-from normgeo.architectures import tiny as built
 from normgeo.behaviour import behaviour_of
 from normgeo.conversion import optimize as optimizing
 from normgeo.conversion import tables
@@ -28,10 +26,6 @@ from normgeo.tokens import TokenBatch, TokenStream
 from normgeo.training.corpus import Shuffled
 from normgeo.training.train import Trainer
 from normgeo.training.twins import build_twin, evaluate
-
-
-def by_type(model_type):
-    return built(next(each for each in architectures() if each.model_type == model_type))
 
 
 def test_probing_a_norm_runs_nobodys_hooks(tiny):
@@ -67,8 +61,9 @@ def test_a_norm_that_is_recentered_stays_a_norm(tiny):
 
 @pytest.mark.parametrize("do", [
     lambda: build_twin("layernorm", small(), 48), lambda: build_twin("rmsnorm", small(), 48),
-    lambda: build_twin("pre-crmsnorm", small(), 48), lambda: by_type("gpt2"), lambda: find_gauge(by_type("m2m_100")),
-    lambda: convert(by_type("gpt2")), lambda: shallow_model(GPT2Model, GPT2Config(n_embd=32, n_head=4, n_layer=5)),
+    lambda: build_twin("pre-crmsnorm", small(), 48), lambda: zoo.by_type("gpt2"),
+    lambda: find_gauge(zoo.by_type("m2m_100")), lambda: convert(zoo.by_type("gpt2")),
+    lambda: shallow_model(GPT2Model, GPT2Config(n_embd=32, n_head=4, n_layer=5)),
 ])  # fmt: skip
 def test_no_random_numbers_are_taken(do):
     torch.manual_seed(5)
@@ -79,7 +74,7 @@ def test_no_random_numbers_are_taken(do):
 
 
 def test_a_table_is_put_back_where_a_pass_fails(monkeypatch):
-    model = by_type("m2m_100").double()
+    model = zoo.by_type("m2m_100").double()
     sites, inputs = (
         find_sites(model),
         {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[5, 6]])},

@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
-from normgeo import architectures, convert, optimize
+from normgeo import convert, optimize
 from normgeo.conversion.optimize import fused_norms
 from normgeo.conversion.probing import outputs_of
 from normgeo.errors import ConversionError
@@ -206,7 +206,7 @@ def test_what_is_put_into_a_block_afterwards_is_not_written_over():
 @torch.no_grad()
 def test_attentions_that_are_additions_to_the_stream_are_not_written_over():
     """RWKV calls what its blocks add by that name."""
-    rwkv = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == "rwkv"))
+    rwkv = zoo.by_type("rwkv")
     plain = convert(rwkv).model
     inputs = example_inputs(plain, time=11, seed=4)
     fused = optimize(copy.deepcopy(plain))

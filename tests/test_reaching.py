@@ -10,14 +10,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from normgeo import convert, find_gauge
-from normgeo.architectures import architectures, tiny
 from normgeo.conversion import shallow
 from normgeo.conversion.probing import float64_copy, outputs_of
 from normgeo.conversion.reaching import reaching_inputs, shows_shifts, without_effect
 from normgeo.errors import ConversionError, ModelError, NormGeoError
 from normgeo.examples import example_inputs
-
-ALL = {a.model_type: a for a in architectures()}
 
 
 def test_a_kind_of_token_that_has_the_id_of_padding_writes_as_others_do():
@@ -56,7 +53,7 @@ def worst(conversion, model, inputs):
     ],
 )  # fmt: skip
 def test_what_reads_more_than_its_main_input_is_equal_there_too(name, main):
-    model: Any = float64_copy(zoo.perturb(tiny(ALL[name])), tied=True)
+    model: Any = float64_copy(zoo.perturb(zoo.by_type(name)), tied=True)
     assert main not in example_inputs(model)
     inputs = reaching_inputs(model, seed=5)  # other values than the conversion saw
     assert main in inputs
@@ -118,17 +115,17 @@ def test_mask_tokens_and_images_are_converted_with_the_rest():
 
 def test_what_no_input_reaches_is_named():
     """wav2vec2 replaces masked frames by a vector while it trains: for those the certificate says nothing."""
-    conversion = convert(tiny(ALL["wav2vec2"]))
+    conversion = convert(zoo.by_type("wav2vec2"))
     assert conversion.certificate.passed
     assert conversion.certificate.unreached == ("wav2vec2.masked_spec_embed",)
     assert "passed, on what its inputs reach\n" in conversion.certificate.table()
     assert "unreached" in conversion.certificate.table()
     assert "1: wav2vec2.masked_spec_embed" in conversion.certificate.table()
-    assert "unreached" not in convert(tiny(ALL["gpt2"])).certificate.table()
+    assert "unreached" not in convert(zoo.by_type("gpt2")).certificate.table()
 
 
 def test_inputs_that_reach_less_are_not_certified_for_more():
-    model = tiny(ALL["fuyu"])
+    model = zoo.by_type("fuyu")
     text = example_inputs(model)
     writers = ("model.vision_embed_tokens.weight", "model.vision_embed_tokens.bias")
     assert find_gauge(model, text).unreached == writers
@@ -139,11 +136,11 @@ def test_inputs_that_reach_less_are_not_certified_for_more():
 
 
 def test_a_tied_copy_is_reached_through_its_twin():
-    assert find_gauge(tiny(ALL["bart"])).unreached == ()  # model.shared is the encoder's and the decoder's table
+    assert find_gauge(zoo.by_type("bart")).unreached == ()  # model.shared is the encoder's and the decoder's table
 
 
 def test_gradients_of_padding_are_refused_and_not_misread():
-    model = tiny(ALL["longformer"])
+    model = zoo.by_type("longformer")
     short = {"input_ids": torch.randint(3, 90, (2, 7))}
     with pytest.raises(ModelError, match="NaN or infinite gradients"):
         find_gauge(model, short)

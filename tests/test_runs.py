@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 import zarr
 from forked import Forked
-from zoo import tiny
+from zoo import by_type, tiny
 
-from normgeo import AngleTable, ScalarStore, architectures, load_model, load_tokenizer, load_tokens, measure_angles
+from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles import job, runs, state
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.errors import ActivationError, DataError, ModelError, NormGeoError, RunError
@@ -374,8 +374,7 @@ def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):
 
 def test_a_last_context_that_the_model_pads_is_refused_before_the_run(tmp_path, no_figures):
     """Longformer pads to whole windows of 32 tokens: 70 tokens would end the run at its last 6."""
-    longformer = next(a for a in architectures.architectures() if a.model_type == "longformer")
-    architectures.tiny(longformer).save_pretrained(tmp_path / "model")
+    by_type("longformer").save_pretrained(tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 32)))
     config = RunConfig((str(tmp_path / "model"),), str(tmp_path / "ids.npy"), tokens=70, batch=2, null=4)
     with pytest.raises(ModelError, match="sees 32 vectors when LongformerForMaskedLM is given 6 token ids alone"):

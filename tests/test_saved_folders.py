@@ -12,11 +12,9 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 from typer.testing import CliRunner
-from zoo import perturb, tiny
+from zoo import by_type, perturb, tiny
 
 from normgeo import convert, load_model
-from normgeo.architectures import architectures
-from normgeo.architectures import tiny as tiny_architecture
 from normgeo.cli.main import app
 from normgeo.conversion import runs, sharded
 from normgeo.conversion.certify import certificate_inputs
@@ -27,7 +25,6 @@ from normgeo.conversion.sharded import Shards, convert_sharded
 from normgeo.errors import ConversionError, ModelError, RunError
 from normgeo.system.folders import whole_directory
 
-ALL = {a.model_type: a for a in architectures()}
 TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
 EMPTY = {"linked": "a link to an empty directory", ".": "where it runs", "empty": "an empty directory"}
 
@@ -154,10 +151,10 @@ def test_what_prepares_a_models_inputs_comes_along(name, how, templated, tmp_pat
     """A tokenizer, and what makes of sounds and images what the model takes; CLIP is not certified on text alone."""
     source, out = tmp_path / "in", tmp_path / "out"
     if name == "clip":
-        tiny_architecture(ALL["clip"]).save_pretrained(source)
+        by_type("clip").save_pretrained(source)
         hf.CLIPImageProcessor(crop_size=16).save_pretrained(source)
     else:
-        model = tiny(name) if name == "whisper" else tiny_architecture(ALL["wav2vec2"])
+        model = tiny(name) if name == "whisper" else by_type("wav2vec2")
         model.save_pretrained(source)
         extractor = hf.WhisperFeatureExtractor(feature_size=8) if name == "whisper" else hf.Wav2Vec2FeatureExtractor()
         extractor.save_pretrained(source)
@@ -350,7 +347,7 @@ def test_by_shard_a_models_own_names_are_not_taken_for_older_ones(tmp_path):
 
 def test_a_model_that_keeps_its_first_parameters_in_single_precision_is_saved_in_half(tmp_path):
     """BLIP-2's queries, whatever all others are loaded in."""
-    tiny_architecture(ALL["blip-2"]).half().save_pretrained(tmp_path / "in")
+    by_type("blip-2").half().save_pretrained(tmp_path / "in")
     conversion = convert(load_model(tmp_path / "in"))
     assert conversion.certificate.own_dtype == "float16"
     save(conversion, tmp_path / "out")

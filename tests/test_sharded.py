@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from zoo import DEPTH, converted, tiny
 
-from normgeo import architectures, convert, load_model, shrinking
+from normgeo import convert, load_model, shrinking
 from normgeo.cli.main import app
 from normgeo.conversion import runs as converting
 from normgeo.conversion import sharded
@@ -34,7 +34,7 @@ def deep(monkeypatch):
     few = shrinking._n_layers
     monkeypatch.setattr(shrinking, "LAYERS", 5)
     monkeypatch.setattr(shrinking, "_kept_layers", lambda config: list(range(min(5, few(config) or 5))))
-    return lambda name: architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name))
+    return zoo.by_type
 
 
 @pytest.mark.parametrize("name", DEPTH)
@@ -384,7 +384,7 @@ def test_by_shard_refuses_what_it_would_ignore(option, tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_table_that_is_stored_is_centered_where_it_lies(kind, name, dtype, tmp_path):
     """The positions of VideoPrism's text model are no parameter; Voxtral's are loaded in single precision always."""
-    model = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == kind))
+    model = zoo.by_type(kind)
     model.to(dtype).save_pretrained(tmp_path / "in", max_shard_size="200KB")
     expected = convert(load_model(tmp_path / "in")).model.state_dict()[name]
     convert_sharded(tmp_path / "in", tmp_path / "out")

@@ -19,7 +19,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from normgeo import architectures, convert, measure_angles, optimize, shrinking
+from normgeo import convert, measure_angles, optimize, shrinking
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.sites import find_sites
@@ -320,7 +320,7 @@ def test_models_whose_caches_know_no_length_are_run_without_one(monkeypatch, nam
     """A cache of layers without attention cannot say how long it is."""
     giving_attention = ("attn_layer_indices", "attn_layer_period", "attn_layer_offset", "block_types", "qk_dim_factor")
     monkeypatch.setattr(shrinking, "RULES", [r for r in shrinking.RULES if r[0] not in giving_attention])
-    sites = find_sites(architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name)))
+    sites = find_sites(zoo.by_type(name))
     assert [s.layer for s in sites if s.role == "mixer"] == [0, 1]
 
 
@@ -347,7 +347,7 @@ def test_models_whose_caches_know_no_length_are_run_without_one(monkeypatch, nam
 )  # fmt: skip
 def test_roles_where_layers_have_more_than_two_branches_or_dropout_or_no_first_norm(name, expected):
     """Gemma's layers have a branch behind the MLP, T5Gemma's sums follow dropout, ModernBERT's first norm is none."""
-    model = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == name))
+    model = zoo.by_type(name)
     sites = find_sites(model, qk=True)
     for norm, role in expected.items():
         assert {site.role for site in sites if f".{site.name}".endswith(f".{norm}")} == {role}

@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+from zoo import by_type
 
 from normgeo import find_sites, wrap
-from normgeo.architectures import architectures, tiny
 
 D, LAYERS = 16, 3
 
@@ -90,7 +90,7 @@ def test_lists_that_run_one_after_the_other_are_stacks_of_their_own():
 
 @pytest.mark.parametrize("name", ["xlm", "flaubert"])
 def test_xlm(name):
-    sites = find_sites(tiny(next(a for a in architectures() if a.model_type == name)))
+    sites = find_sites(by_type(name))
     assert [(site.role, site.layer) for site in sites] == [
         ("embedding", 0), ("post_attention", 0), ("post_mlp", 0), ("post_attention", 1), ("post_mlp", 1)
     ]  # fmt: skip
@@ -98,6 +98,6 @@ def test_xlm(name):
 
 def test_stages_are_no_layers():
     """GLPN's parts of a stage, one of which is a list of layers, run in turns as well."""
-    sites = find_sites(tiny(next(a for a in architectures() if a.model_type == "glpn")))
+    sites = find_sites(by_type("glpn"))
     assert {"encoder.block", "encoder.patch_embeddings", "encoder.layer_norm"} <= {site.stack for site in sites}
     assert {"attention", "mlp"} <= {site.role for site in sites if site.stack == "encoder.block"}

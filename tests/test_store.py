@@ -13,11 +13,10 @@ import torch
 import transformers as hf
 import zarr
 from stores import CONTEXT, N, captured, config, unfinished
+from zoo import by_type
 
 from normgeo import AngleTable, HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
-from normgeo.architectures import architectures
-from normgeo.architectures import tiny as tiny_architecture
 from normgeo.errors import DataError, StoreError
 from normgeo.store import capture, scan
 from normgeo.store.capture import CaptureConfig, start_capture
@@ -346,9 +345,7 @@ def test_another_default_device_is_the_callers_affair(home, tmp_path):
 
 def test_a_norm_of_several_vectors_a_token_is_stored(tmp_path, home):
     """Gemma 3n's norm of what each layer is given apart sees a vector a layer and token."""
-    of = next(a for a in architectures() if (a.model_type, a.task) == ("gemma3n_text", "causal"))
-    model = home / "gemma3n"
-    tiny_architecture(of).save_pretrained(model)
+    by_type("gemma3n_text").save_pretrained(home / "gemma3n")
     table = start_capture(config(home, "gemma3n", n=90), tmp_path / "s", progress=False)
     assert {site.heads for site in HiddenStateStore(tmp_path / "s").sites} == {1, 2}
     pd.testing.assert_frame_equal(angles_from_store(tmp_path / "s", progress=False).frame, table.frame)

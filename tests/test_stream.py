@@ -7,7 +7,7 @@ import pytest
 import torch
 import zoo
 
-from normgeo import architectures, convert, decompress, find_gauge
+from normgeo import convert, decompress, find_gauge
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
@@ -81,7 +81,7 @@ def test_rows_are_in_the_order_of_the_tokens_also_where_the_model_flattens(tiny,
 
 @pytest.mark.parametrize("model_type", ["xlnet", "fsmt", "gpt2"])
 def test_rows_are_in_the_order_of_the_tokens_also_where_time_comes_first(model_type):
-    model = architectures.tiny(next(a for a in architectures.architectures() if a.model_type == model_type))
+    model = zoo.by_type(model_type)
     sites = find_sites(model)
     assert all(site.time_major == (model_type != "gpt2") for site in sites)
     ids = np.random.default_rng(0).integers(5, 90, (3, 8))

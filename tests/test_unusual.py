@@ -13,7 +13,6 @@ import transformers as hf
 import zoo
 
 from normgeo import compare, convert, decompress, find_gauge, find_sites, load_model, measure_angles, observe, optimize
-from normgeo.architectures import architectures, tiny
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.checks import check_inputs
 from normgeo.conversion.probing import float64_copy, outputs_of, tied
@@ -103,8 +102,7 @@ def test_heads_that_are_put_on_what_a_configuration_names_are_loaded_again(cls, 
 
 
 def test_a_cache_that_is_a_list_is_no_output():
-    rwkv = next(a for a in architectures() if a.model_type == "rwkv")
-    assert convert(zoo.perturb(tiny(rwkv).eval())).certificate.passed
+    assert convert(zoo.perturb(zoo.by_type("rwkv"))).certificate.passed
 
 
 def test_weights_that_are_scaled_to_infer_are_saved_as_they_are_trained(tmp_path):
@@ -217,7 +215,7 @@ def test_another_default_device_is_the_models_own_affair(ids):
 @pytest.mark.parametrize("name", ["mbart", "m2m_100", "gpt2"])
 def test_a_tie_is_kept_though_one_of_its_tables_is_never_read(name, tmp_path):
     """BART's family ties a table that no input reaches, `model.shared`, to those of encoder, decoder and head."""
-    model = zoo.perturb(tiny(next(a for a in architectures() if a.model_type == name)))
+    model = zoo.perturb(zoo.by_type(name))
     conversion = convert(model, keep_tie=True)
     assert tied(conversion.model) == tied(model) != []
     save(conversion, tmp_path / "out")
@@ -230,7 +228,7 @@ def test_a_tie_is_kept_though_one_of_its_tables_is_never_read(name, tmp_path):
 @pytest.mark.parametrize("name", ["mbart", "m2m_100", "pegasus"])
 def test_a_table_that_is_never_read_may_take_the_place_of_those_it_is_tied_to(name, to):
     """As resizing has it in BART's family, where `model.shared` becomes the encoder's and the decoder's."""
-    model = zoo.perturb(tiny(next(a for a in architectures() if a.model_type == name)))
+    model = zoo.perturb(zoo.by_type(name))
     converted, known = convert(model, to=to).model, model.get_input_embeddings().num_embeddings
     inputs = example_inputs(model, seed=4)
     mine = converted.get_input_embeddings()(inputs["input_ids"])
@@ -257,14 +255,14 @@ def test_a_table_that_longer_sounds_have_made_anew_is_not_folded():
 
 def test_streams_without_a_writer_are_compressed():
     """In PatchTSMixer every mean is removed explicitly."""
-    model = tiny(next(a for a in architectures() if a.model_type == "patchtsmixer"))
+    model = zoo.by_type("patchtsmixer")
     conversion = convert(model, "crmsnorm")
     assert conversion.certificate.passed
     assert not conversion.recipe["writers"]
 
 
 def test_a_width_that_a_kernel_refuses_is_explained():
-    model = tiny(next(a for a in architectures() if a.model_type == "cohere2_moe"))
+    model = zoo.by_type("cohere2_moe")
     with pytest.raises(ConversionError, match="compress with padded=True"):
         convert(model, "crmsnorm")
     assert convert(model, "crmsnorm", padded=True).certificate.passed
@@ -273,7 +271,7 @@ def test_a_width_that_a_kernel_refuses_is_explained():
 def test_what_is_optimized_is_not_converted_and_what_reads_its_own_states_is_not_optimized():
     with pytest.raises(ConversionError, match="is optimized, which is for inference"):
         convert(optimize(convert(zoo.tiny("gpt2")).model))
-    deberta = tiny(next(a for a in architectures() if a.model_type == "deberta"))
+    deberta = zoo.by_type("deberta")
     with pytest.raises(ConversionError, match="reads the hidden states of its own layers"):
         optimize(convert(deberta).model)
 
@@ -381,7 +379,7 @@ def test_a_stream_of_two_numbers_has_norms(name):
 
 def test_what_a_model_keeps_from_an_earlier_run_has_the_copy_s_precision():
     """Mimi's codebooks are computed in the first run and are no buffers."""
-    mimi: Any = tiny(next(a for a in architectures() if a.model_type == "mimi"))
+    mimi: Any = zoo.by_type("mimi")
     inputs = example_inputs(mimi)
     codes = mimi(**inputs).audio_codes
     assert len(codes.unique()) > 8

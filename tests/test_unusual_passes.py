@@ -12,13 +12,11 @@ from accelerate.state import AcceleratorState
 from oracle import degrees
 from torch import nn
 from transformers import GPT2LMHeadModel
-from zoo import tiny
+from zoo import by_type, tiny
 
 from normgeo import convert, find_sites, measure_angles, observe, wrap
 from normgeo.angles import ensemble
 from normgeo.angles.measure import new_statistics
-from normgeo.architectures import architectures
-from normgeo.architectures import tiny as tiny_architecture
 from normgeo.tokens import TokenBatch
 from normgeo.trace import Trace, _hooked
 
@@ -234,13 +232,13 @@ def test_a_hook_that_torch_calls_before_it_knows_of_its_arguments_does_nothing()
 
 def test_models_that_make_constants_are_measured_in_float64():
     """XGLM fills masks with the smallest number of its dtype, by a tensor of the default one."""
-    model = tiny_architecture(next(a for a in architectures() if a.model_type == "xglm")).double()
+    model = by_type("xglm").double()
     assert measure_angles(model, IDS % 50 + 3, null=0, progress=False).frame.n_tokens.max() > 50
 
 
 def test_norms_behind_an_attention_that_weighs_by_scores_of_its_own_are_behind_a_branch():
     """XLNet's stands in the module of its attention, which has no linear layers: it is Post-LN all the same."""
-    xlnet = tiny_architecture(next(a for a in architectures() if a.model_type == "xlnet"))
+    xlnet = by_type("xlnet")
     assert [(site.role, site.layer) for site in find_sites(xlnet)] == [
         (role, layer) for layer in range(2) for role in ("post_attention", "post_mlp")
     ]

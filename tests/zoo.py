@@ -82,6 +82,20 @@ def tiny(name: str, seed: int = 0, **changes) -> hf.PreTrainedModel:
 
 
 @functools.cache
+def _architectures():
+    from normgeo.architectures import architectures  # not above, as for what follows
+
+    return {each.model_type: each for each in architectures()}
+
+
+def by_type(model_type: str) -> hf.PreTrainedModel:
+    """A tiny random model of any of transformers' architectures, as `normgeo.architectures` makes it."""
+    from normgeo.architectures import tiny as built
+
+    return built(_architectures()[model_type])
+
+
+@functools.cache
 def converted(name: str):
     """A tiny model of several layers, and its conversion in memory, for tests that leave both as they are."""
     from normgeo import convert  # not above, as for what follows
