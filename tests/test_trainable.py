@@ -9,10 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers as hf
 from forked import free_port
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
-from zoo import fresh, perturb, tiny
+from zoo import apart, fresh, perturb, tiny, trained
 
 from normgeo import convert, wrap
 from normgeo.conversion.gauge import find_gauge
@@ -22,7 +21,6 @@ from normgeo.examples import example_inputs
 from normgeo.norms import RMSNorm
 from normgeo.training.compressed import compressed
 
-STEPS = 50
 DROPOUT = {
     "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1}, "gpt_neox": {"hidden_dropout": 0.2},
     "opt": {"dropout": 0.2}, "vit": {"hidden_dropout_prob": 0.2},
@@ -36,20 +34,6 @@ NONE = {
 def batch(model, seed=3):
     inputs = example_inputs(model, 9, seed=seed)
     return inputs, inputs.get("input_ids", torch.tensor([0, 1])).flatten()
-
-
-def trained(model, inputs, labels, steps=STEPS):
-    """Losses, in float64: transformers' own are computed in float32."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
-    model.train()
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = cross_entropy(model(**inputs).logits.flatten(0, -2), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def values(model):
@@ -93,7 +77,7 @@ def test_training_follows_the_original(name, changes):
     original, converted = copy.deepcopy(model), conversion.model
     expected, losses = trained(original, inputs, labels), trained(converted, inputs, labels)
     assert expected[-1] < 0.9 * expected[0]  # it learns something
-    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-9
+    assert apart(expected, losses) < 1e-9
     tied = {id(p) for p in original.get_output_embeddings().parameters()} if "gpt" in name or name == "opt" else set()
     writers = [s for s in find_gauge(model).writers if id(original.get_parameter(s.parameter)) not in tied]
     assert distance(original, converted, writers) < 1e-9
@@ -120,7 +104,7 @@ def test_a_new_model_is_trained_as_the_original(name, changes):
                 block.mlp.c_proj.weight.zero_()
     converted, inputs, labels = convert(model, trainable=True).model, *batch(model)
     expected, losses = trained(model, inputs, labels, steps=8), trained(converted, inputs, labels, steps=8)
-    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) < 1e-12
+    assert apart(expected, losses) < 1e-12
 
 
 def test_a_gauge_of_evaluation_is_none_of_training():
@@ -146,7 +130,7 @@ def test_a_baked_conversion_does_drift():
     inputs, labels = batch(model)
     conversion = convert(model)
     expected, losses = trained(copy.deepcopy(model), inputs, labels), trained(conversion.model, inputs, labels)
-    assert max(abs(a - b) / a for a, b in zip(expected, losses, strict=True)) > 1e-6
+    assert apart(expected, losses) > 1e-6
 
 
 def test_baking_gives_plain_weights_and_the_same_outputs():
@@ -253,7 +237,7 @@ def test_two_ranks_give_the_same(tmp_path):
     def far(form):
         expected, losses = found["losses"][form.split()[0]], found["losses"][form]
         assert len(losses) == len(expected) == 12
-        return max(abs(a - b) / a for a, b in zip(expected, losses, strict=True))
+        return apart(expected, losses)
 
     for form in ("dropped pre-rmsnorm", "plain pre-rmsnorm", "plain pre-crmsnorm"):
         assert far(form) < 1e-9, form

@@ -4,6 +4,7 @@ import functools
 
 import torch
 import transformers as hf
+from torch.nn.functional import cross_entropy
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 96,
          "max_position_embeddings": 64}  # fmt: skip
@@ -102,6 +103,25 @@ def converted(name: str):
 
     model = tiny(name, **DEPTH[name])
     return model, convert(model)
+
+
+def trained(model, inputs, labels, steps=50):
+    """The losses of steps of AdamW, in the model's dtype: transformers' own are computed in float32."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    model.train()
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = cross_entropy(model(**inputs).logits.flatten(0, -2), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def apart(expected, losses):
+    """How far losses are from others at most, as a share."""
+    return max(abs(a - b) / a for a, b in zip(expected, losses, strict=True))
 
 
 def fingerprint(model):
