@@ -210,7 +210,8 @@ class Placer:
         around = [c for c in weights if c.holds(norm) and c.scored > norm.ended]  # attention that normalizes for itself
         before = [c for c in weights if c.ended < norm.began or (c.holds(norm) and 0 < c.scored < norm.began)]
         after = around + [c for c in weights if c.began > norm.ended]
-        readers = [c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes]
+        later = (c for c in block.calls if c.began > norm.ended and norm.feeds(c) and c.changes)
+        readers = [c for c in later if not self.trace.adds(c)]  # which a residual stream goes on from
         readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them
         readers = around or readers
         if before and after and not self._on_sum(norm) and block.part(before[-1]) == block.part(after[0]):
@@ -252,9 +253,10 @@ class Placer:
         return self.post[stack]
 
     def _reads_input(self, call: Call) -> bool:
-        """Whether it reads what comes first of what its layer is given."""
-        layer = self.trace.running(call)
-        return layer is not None and bool(layer.inputs) and call.reads_from(layer.inputs[0])
+        """Whether it reads what comes first of what its layer is given: nothing, where that is a list of parts."""
+        layer, place = self.trace.running(call), self._layer(call)
+        whole = layer is not None and place is not None and layer.name == f"{place[0]}.{place[1]}"
+        return whole and bool(layer.inputs) and call.reads_from(layer.inputs[0])
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:

@@ -37,6 +37,7 @@ class Call:
         weight: whether it multiplies with matrices of its own, as leaves do, and attention that calls no module inside
             for it: by torch's function, or by scores behind which it goes on with modules, as dropout or a norm. What
             other modules own beside those inside of them (state-space mixers, hyper-connections) is not in the branch.
+        matrices: whether it or modules inside have matrices.
         scored: when it last weighed tokens by their scores, with matrices of its own or of modules inside; 0: never.
         by_torch: whether that was by a function of torch's.
         crosses: whether a function of torch's that has the matrices weighed what the call around it was given as well,
@@ -51,6 +52,7 @@ class Call:
     output: Any = None
     leaf: bool = False
     weight: bool = False
+    matrices: bool = False
     scored: int = 0
     by_torch: bool = False
     crosses: bool = False
@@ -115,8 +117,12 @@ class Trace:
 
     @cached_property
     def layers(self) -> list[Call]:
-        """The calls of what is in a list and has modules inside; of those within each other the outermost is first."""
-        return [c for c in self.calls if not c.leaf and _listed(c.name, self.lists)]
+        """The calls of what is in a list and has modules inside; of those within each other the outermost is first.
+
+        What multiplies by no matrices, as a module around a norm that has its gain, is a part of a layer.
+        """
+        listed = [c for c in self.calls if not c.leaf and _listed(c.name, self.lists)]
+        return [c for c in listed if c.matrices or any(c.holds(other) for other in self.calls if other.weight)]
 
     @cached_property
     def runs(self) -> dict[str, list[Call]]:
@@ -136,6 +142,10 @@ class Trace:
     def running(self, call: Call) -> Call | None:
         """The outermost layer that runs while a module is called."""
         return next((layer for layer in self.layers if layer.holds(call)), None)
+
+    def adds(self, call: Call) -> bool:
+        """Whether a module is an addition, as of a residual stream: one without weights that gives a sum."""
+        return call.leaf and not call.weight and isinstance(call.output, Tensor) and _storage(call.output) in self.sums
 
     def layer_of(self, name: str) -> tuple[str, int] | None:
         """The outermost list of modules that a name passes through, and the index in it."""
@@ -227,12 +237,12 @@ class _Functions(TorchFunctionMode):
     def _written(self, name: str, given: list[Tensor], out: Tensor) -> None:
         """Note sums, modulations and norms in the code of a module, by what is given that is as large as what comes."""
         owner = self.running[-1]
-        if owner.leaf and not owner.weight:  # what such a module does as a whole is looked at
-            return
         if name in ADDS and len(given) == 2:
             self.trace.sums.add(_storage(out))
             self.made.add(_storage(out))
             self._kept.append(out)
+        elif owner.leaf and not owner.weight:  # what such a module does as a whole is looked at
+            return
         elif name in MODULATES | SCALES and len(given) == 1:
             if name in MODULATES:
                 self._is_made_of(out, given[0])
@@ -279,9 +289,8 @@ def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             if threading.get_ident() != here:  # torch may call it without kwargs there, while it is registered here
                 return
-            call = Call(
-                name, next(clock), _tensors([*args, *(kwargs or {}).values()]), leaf=leaf, weight=leaf and name in own
-            )
+            given = _tensors([*args, *(kwargs or {}).values()])
+            call = Call(name, next(clock), given, leaf=leaf, weight=leaf and name in own, matrices=name in matrices)
             call.reads = functions.read(call.inputs)
             trace.calls.append(call)
             stack.append(call)

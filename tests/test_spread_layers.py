@@ -1,6 +1,7 @@
-"""Layers whose parts lie in lists beside each other, each called by the model itself."""
+"""Layers whose parts the model itself calls: they lie in lists beside each other, or each layer is a list of them."""
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from zoo import by_type
@@ -101,3 +102,50 @@ def test_stages_are_no_layers():
     sites = find_sites(by_type("glpn"))
     assert {"encoder.block", "encoder.patch_embeddings", "encoder.layer_norm"} <= {site.stack for site in sites}
     assert {"attention", "mlp"} <= {site.role for site in sites if site.stack == "encoder.block"}
+
+
+class Around(nn.Module):
+    """A norm whose gain is in a module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gain = nn.LayerNorm(D, elementwise_affine=False), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return self.norm(x) * (self.gain + 1)
+
+
+class Adds(nn.Module):
+    def forward(self, branch, stream):
+        return branch + stream
+
+
+class Parts(nn.Module):
+    """Layers of one branch each, as [[its norm, the one behind it], branch, residual], or of two."""
+
+    def __init__(self, norm, sandwich, pairs):
+        super().__init__()
+        self.sandwich, self.embedding, parts = sandwich, nn.Embedding(50, D), []
+        for _ in range(2):
+            for branch in (Attention(nn.GELU()), nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))):
+                parts.append(nn.ModuleList([nn.ModuleList([norm(), norm()]), branch, Adds()]))
+        self.layers = nn.ModuleList([nn.ModuleList(parts[i : i + 2]) for i in (0, 2)] if pairs else parts)
+        self.__dict__["parts"], self.final = parts, nn.LayerNorm(D)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for (before, behind), branch, adds in self.parts:
+            out = branch(before(x))
+            x = adds(behind(out) if self.sandwich else out, x)
+        return self.final(x)
+
+
+@pytest.mark.parametrize("norm", [Around, lambda: nn.LayerNorm(D)], ids=["around", "plain"])
+@pytest.mark.parametrize("sandwich", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_layer_may_be_a_list_of_parts(norm, sandwich, pairs):
+    """As x-transformers has it: a norm in a module of its own was its own layer, and within a branch."""
+    sites = find_sites(wrap(Parts(norm, sandwich, pairs).eval()))
+    roles = [f"{where}{branch}" for branch in ("attention", "mlp") for where in ("", "post_")[: 1 + sandwich]]
+    assert [site.role for site in sites] == [*roles * 2, "final"]
+    assert [site.layer for site in sites][:-1] == [i // (1 + sandwich) // (1 + pairs) for i in range(len(sites) - 1)]
