@@ -220,11 +220,10 @@ def certify(
         ModelError: an output is NaN or infinite.
     """
     absolute = relative = 0.0
-    own = _OwnDtype(original, converted)
-    with _SingleInside() as watch:
-        outputs_of(original64, inputs[0])
+    own, watch = _OwnDtype(original, converted), _SingleInside()
     for number, batch in enumerate([*inputs, *real]):
-        truth = outputs_of(original64, batch)
+        with watch:  # images of another size may be what positions are interpolated for in single precision
+            truth = outputs_of(original64, batch)
         a, r = _worst(truth, outputs_of(converted64, batch))
         absolute, relative = max(absolute, a), max(relative, r)
         with torch.autocast(original.device.type, enabled=False):  # the caller's would be another dtype
