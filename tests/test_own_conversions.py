@@ -247,3 +247,12 @@ def test_what_is_tied_and_no_head_is_named_where_it_cannot_stay_so():
     assert convert(wrap(module)).certificate.passed
     with pytest.raises(ConversionError, match=r"mix\.bias, module.*norm1\.bias cannot stay tied: leave out keep_tie"):
         convert(wrap(module), keep_tie=True)
+
+
+def test_a_table_whose_gradients_are_sparse_is_converted():
+    module = built(Block)
+    module.tok.sparse = True
+    assert convert(wrap(module), to="crmsnorm").certificate.passed
+    assert module.tok.sparse
+    with pytest.raises(ConversionError, match=r"module\.tok asks for sparse gradients, .* set its \.sparse to False"):
+        convert(wrap(module), trainable=True)

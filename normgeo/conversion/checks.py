@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.errors import ConversionError
@@ -94,9 +94,16 @@ def check_convertible(model: PreTrainedModel, *, by_gradients: bool = True) -> N
 def check_trainable(model: PreTrainedModel) -> None:
     """Refuse to train a model of which layers are left out at random: what is recentered in them would be, too.
 
+    Nor can tables be centered whose gradients are sparse.
+
     Raises:
-        ConversionError: how often they are left out, and what to do.
+        ConversionError: how often they are left out, or which table it is, and what to do.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.sparse:
+            raise ConversionError(
+                f"{name} asks for sparse gradients, which a centered table has not: set its .sparse to False first"
+            )
     for config in (model.config, *(getattr(module, "config", None) for module in model.modules())):
         often = {k: v for k, v in getattr(config, "__dict__", {}).items() if k.endswith("layerdrop") and v}
         if said := ", ".join(f"{name}={value}" for name, value in often.items()):

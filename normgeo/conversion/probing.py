@@ -139,8 +139,13 @@ def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: boo
 
 
 def with_padding(probe: nn.Module) -> None:
-    """Give the rows that tables have for padding gradients too, in place: a kind of token may have the id of one."""
+    """Give the rows that tables have for padding gradients too, in place: a kind of token may have the id of one.
+
+    These are matrices like all others: sparse ones, which tables may ask for, cannot be summed along any axis.
+    """
     for module in probe.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = False
         if type(module) is nn.Embedding:  # others may ask for the id, to count tokens by
             module.padding_idx = None
 
