@@ -11,12 +11,12 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from normgeo.errors import ModelError, first_line
@@ -174,10 +174,22 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
         value for part in module.modules() for value in vars(part).values()
         if type(value) in (OrderedDict, set) and not value
     )  # fmt: skip
+    # what a pass has computed and the module keeps, as a loss of its own or a pruned weight, is copied as numbers alone
+    kept = (tensor for part in module.modules() for tensor in _tensors(vars(part)) if tensor.grad_fn is not None)
+    instead: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in kept}
     try:
-        return copy.deepcopy(module, {id(value): type(value)() for value in empty} | (memo or {}))
+        return copy.deepcopy(module, instead | {id(value): type(value)() for value in empty} | (memo or {}))
     except TypeError as error:
         raise ModelError(f"{type(module).__name__} cannot be copied, which this takes: {error}") from error
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, in lists and in dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from zoo import perturb, tiny
 
 from normgeo import convert, find_gauge, find_sites, optimize, wrap
 from normgeo.conversion.gauge import Shift
+from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError, ModelError
 
 IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
@@ -256,3 +257,25 @@ def test_a_table_whose_gradients_are_sparse_is_converted():
     assert module.tok.sparse
     with pytest.raises(ConversionError, match=r"module\.tok asks for sparse gradients, .* set its \.sparse to False"):
         convert(wrap(module), trainable=True)
+
+
+class Keeping(Block):
+    """Keeps in training a loss of its own, and what its layers gave."""
+
+    given: tuple = ()
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.training:
+            self.loss, self.given = x.pow(2).mean(), [{"x": x}]
+        return x
+
+
+def test_what_is_kept_of_training_is_no_obstacle():
+    module = built(Keeping).train()
+    module(IDS)
+    trained = convert(wrap(module), trainable=True).model
+    trained(IDS)
+    torch.testing.assert_close(bake(trained).eval()(IDS)["logits"], module.eval()(IDS), rtol=1e-4, atol=1e-5)
+    assert convert(wrap(module)).certificate.passed
+    assert module.blocks[0].given[0]["x"].grad_fn is not None

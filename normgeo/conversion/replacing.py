@@ -2,7 +2,6 @@ r"""LayerNorms replaced by RMSNorms with the same gamma, beta and eps, whatever 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from normgeo.converted import rebuild
+from normgeo.models import copied
 from normgeo.sites import NormSite
 
 __all__ = ["affine_of", "replace_norms", "spec_of", "wide"]
@@ -45,7 +45,7 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
 
 def wide(model: PreTrainedModel, site: NormSite) -> nn.Module:
     """A copy of the norm at a site, in float64."""
-    return copy.deepcopy(model.get_submodule(site.name)).double()
+    return copied(model.get_submodule(site.name)).double()
 
 
 def spec_of(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, Any]:

@@ -9,7 +9,6 @@ is recentered instead.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Iterable
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ from normgeo.conversion.probing import Place, generic_copy, untie
 from normgeo.converted import held_by, recenter_at
 from normgeo.errors import ConversionError
 from normgeo.loading import saved_elsewhere
+from normgeo.models import copied
 from normgeo.norms import RMSNorm
 
 __all__ = ["Centered", "bake", "parametrized", "trains_as", "unparametrized"]
@@ -51,7 +51,7 @@ def parametrized(
         The copy, still with LayerNorms; where it recenters activations; and the mean that is left at each LayerNorm, in
         training or in evaluation.
     """
-    result = copy.deepcopy(model)
+    result = copied(model)
     for name, axis in gauge.writers:
         _center(*held_by(result, name), axis)
     exact = generic_copy(result, inputs, tied=True).train()  # a new model has means that are zero, but do not stay so
@@ -166,7 +166,7 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
 
     A head that was tied to a centered embedding gets weights of its own.
     """
-    result = copy.deepcopy(model)
+    result = copied(model)
     for module in list(result.modules()):
         unparametrized(module)
     untie(result, always=True)
