@@ -11,6 +11,8 @@ import torch
 import transformers
 import zoo
 from test_compare import QUICK
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from normgeo import compare
 from normgeo.agreement import Agreement
@@ -235,3 +237,35 @@ def test_numbers_behind_bars_stay_within_their_axes(models, ids):
         edge = axes.get_window_extent().x1
         assert all(text.get_window_extent().x1 <= edge for text in axes.texts), axes.get_title()
         assert max(bar.get_width() for bar in axes.patches) > 0.3 * axes.get_xlim()[1]
+
+
+class Packed(torch.Tensor):
+    """A matrix of bytes and a scale that says it is of float32, as torchao's are."""
+
+    def __new__(cls, matrix):
+        return torch.Tensor._make_wrapper_subclass(cls, matrix.shape, dtype=matrix.dtype)
+
+    def __init__(self, matrix):
+        self.scale = matrix.abs().max() / 127
+        self.data_ = (matrix / self.scale).round().to(torch.int8)
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, *_):
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return func(*tree_map_only(cls, lambda x: x.data_ * x.scale, args), **(kwargs or {}))
+
+
+def test_the_memory_of_quantized_weights_is_what_they_take(ids):
+    linear = (packed := zoo.tiny("gpt_neox")).gpt_neox.layers[0].mlp.dense_h_to_4h
+    whole = packed.get_memory_footprint()
+    linear.weight = nn.Parameter(Packed(linear.weight.detach()), requires_grad=False)
+    result = compare({"a": zoo.tiny("gpt_neox"), "packed": packed}, ids[:1, :8], **QUICK)
+    assert result.frame["bytes"].tolist() == [whole, whole - 3 * 32 * 64 + 4]

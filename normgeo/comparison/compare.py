@@ -16,6 +16,8 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from normgeo import figures
@@ -192,9 +194,16 @@ def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {
         "dtype": dtype_name(model.dtype), "device": device,
-        "parameters": model.num_parameters(), "bytes": int(model.get_memory_footprint()),
+        "parameters": model.num_parameters(), "bytes": sum(map(_bytes, [*model.parameters(), *model.buffers()])),
         "layernorms": kinds.count("layernorm"), "rmsnorms": kinds.count("rmsnorm"),
     }  # fmt: skip
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The memory of a tensor: of a quantized one that of what it is made of, for it says what it stands for."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _times(
