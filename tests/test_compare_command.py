@@ -137,6 +137,16 @@ def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, wo
     assert set(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    "names", [["bare", "embedded-layernorm"], ["embedded-layernorm", "bare"], ["embedded-layernorm"]]
+)
+def test_the_tokenizer_is_that_of_the_model_that_has_one(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    zoo.tiny("gpt2").save_pretrained("bare")
+    found = comparison._shared_tokenizer(names, [None] * len(names), False)
+    assert len(found) == 4096
+
+
 def test_too_few_tokens_are_said_before_any_model_runs(normgeo, monkeypatch):
     monkeypatch.setattr(comparison, "compare", lambda *_, **__: pytest.fail("compared"))
     status, _, err = normgeo("embedded-layernorm", "embedded-rmsnorm", "--tokens", 500_000)
