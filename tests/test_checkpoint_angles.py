@@ -339,6 +339,7 @@ def test_the_command(twins, tmp_path, call):
         ((*words, tmp_path / "run"), "exists already"), (("angles", "--resume", tmp_path / "run"), "is complete"),
         (("angles", "a-model", "--checkpoints", twins), "not both"),
         (("angles", "--checkpoints", tmp_path / "nothing"), "no checkpoints in"),
+        ((*words, tmp_path / "run/run.json/below"), "run.json is no directory; give another --out"),
     ):  # fmt: skip
         status, (_, error) = call(*more)
         assert status == 1
