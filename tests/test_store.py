@@ -303,7 +303,10 @@ def test_reading(store):
         found.tokens("ids")
     with pytest.raises(StoreError, match="it follows from inputs"):
         found.open(found.sites[1].key, "post")
-    assert found.derived(found.sites[1].key, "post", states.torch(0, 3)).shape == (3, 32)
+    norm, x = found.rebuild(site := found.sites[1]), states.torch(0, 3)
+    y = torch.nn.functional.layer_norm(x.double(), (32,), eps=site.eps)
+    for phase, expected in (("standardized", y), ("post", y * (norm.gain.double() + norm.offset) + norm.bias.double())):
+        torch.testing.assert_close(found.derived(site.key, phase, x).double(), expected, rtol=0.02, atol=1e-3)
     with pytest.raises(StoreError, match="no site 'ln' in the store; sites are "):
         found.derived("ln", "post", states.torch(0, 3))
     for wrong in (torch.ones(3, 31), states.torch(0, 3).double()):
