@@ -14,6 +14,8 @@ import normgeo.angles.job
 from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles.runs import RunConfig
 from normgeo.errors import ModelError, NormGeoError, RunError
+from normgeo.hub import HubText
+from normgeo.system.ranks import Ranks
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoint_angles import measure_checkpoints, resume_checkpoints, start_checkpoints
@@ -21,6 +23,7 @@ from normgeo.training.checkpoints import find_checkpoints
 from normgeo.training.corpus import Shuffled
 from normgeo.training.recipe import recipe_for
 from normgeo.training.train import train
+from normgeo.training.twins import train_tokenizer
 
 CONFIG = RunConfig((), "sample", 400, null=8, null_every=2, device="cpu")
 
@@ -207,6 +210,23 @@ def test_data_that_change_while_a_run_goes_on_are_refused(stopped):
     with pytest.raises(RunError, match=r"rmsnorm, step 4\) was started with another data"):
         resume_checkpoints(stopped / "run", progress=False)
     assert not (stopped / "run/parts/layernorm-00000002.parquet").exists()
+
+
+def test_models_may_have_tokenizers_of_their_own_and_one_model_has_one(tmp_path):
+    (tmp_path / "text.txt").write_text("Some text that is long enough. " * 40)
+    for name, words in (("a/step-1", "some text"), ("b/step-1", "other words"), ("a/step-2", "long enough")):
+        zoo.tiny("gpt2", vocab_size=300).save_pretrained(tmp_path / name)
+        train_tokenizer([words] * 9, 300).save_pretrained(tmp_path / name)
+    (a, other, b), config = find_checkpoints(tmp_path), RunConfig((), str(tmp_path / "text.txt"), null=2, device="cpu")
+    assert set(measure_checkpoints([a, b], config, progress=False).model) == {"a", "b"}
+    with pytest.raises(RunError, match=r"a, step 2\) was started with another tokenizer sha256"):
+        measure_checkpoints([a, other], config, progress=False)
+
+
+@pytest.mark.parametrize(("abouts", "expected"), [({}, "new"), ({"a": {"data_revision": "old"}}, "old")])
+def test_a_text_on_the_hub_is_that_of_the_commit_it_was_begun_on(abouts, expected, monkeypatch):
+    monkeypatch.setattr(HubText, "pinned", lambda text: replace(text, revision="new"))
+    assert checkpoint_angles._revision(replace(CONFIG, data="org/text"), abouts, Ranks()) == expected
 
 
 def test_what_was_measured_keeps_its_rows_where_its_checkpoint_is_gone(stopped, monkeypatch):
