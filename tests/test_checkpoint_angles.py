@@ -44,14 +44,14 @@ def test_checkpoints_are_found_wherever_they_are(twins, tmp_path):
     points = find_checkpoints(twins)
     assert [(p.model, p.step) for p in points] == [(m, s) for m in ("layernorm", "rmsnorm") for s in (0, 2, 4)]
     assert [p.step for p in find_checkpoints(twins / "rmsnorm/checkpoints")] == [0, 2, 4]
-    for name in ("checkpoint-20", "checkpoint-3", ".step-5.partial", "other"):
+    for name in ("checkpoint-20", "checkpoint-3", ".step-5.partial", ".kept/step-7", "other"):
         (tmp_path / "hf" / name).mkdir(parents=True)
         (tmp_path / "hf" / name / "config.json").write_text("{}")
     assert [(p.model, p.step) for p in find_checkpoints(tmp_path / "hf")] == [("hf", 3), ("hf", 20)]
     with pytest.raises(ModelError, match="no checkpoints in"):
         find_checkpoints(tmp_path / "hf/other")
     (tmp_path / "hf/checkpoint-20/model.safetensors").write_bytes(b"")
-    (tmp_path / "hf/checkpoint-20/config.json").unlink()
+    (tmp_path / "hf/checkpoint-20/config.json").rename(tmp_path / "hf/checkpoint-20/trainer_state.json")
     with pytest.warns(UserWarning, match="checkpoint-20 holds weights and no config.json: it is left out"):
         assert [p.step for p in find_checkpoints(tmp_path / "hf")] == [3]
 
