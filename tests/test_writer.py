@@ -20,9 +20,9 @@ D, N = 8, 12
 SITE = NormSite("ln", "layernorm", "final", 0, "", D, 1e-5)
 
 
-def written(path, pre, post, dtype="float32"):
+def written(path, pre, post, dtype="float32", chunk=8):
     """The first row's record, when these have come in and out of a norm, of which the first are stored."""
-    disk, layout = Disk(path), Layout.of([SITE], [dtype], ("pre",), N, chunk_bytes=8 * D * pre.element_size())
+    disk, layout = Disk(path), Layout.of([SITE], [dtype], ("pre",), N, chunk_bytes=chunk * D * pre.element_size())
     batch = TokenBatch(np.arange(N).reshape(2, -1), np.zeros((2, N // 2), np.int64), 0)
     statistics = AngleStatistics([SITE], {D: Directions.seeded(D, 2)})
     for spec in layout.arrays:
@@ -78,3 +78,13 @@ def test_what_fails_behind_the_last_batch_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(Disk, "sync", lost)
     with pytest.raises(StoreError, match="the disk is lost"):
         written(tmp_path, torch.randn(N, D), torch.randn(N, D))
+
+
+def test_no_more_than_a_few_rows_wait_to_be_committed(tmp_path, monkeypatch):
+    """Each holds its statistics: on a disk that syncs slowly memory would grow with the tokens."""
+    finished, finish, over = threading.Event(), StoreWriter.finish, list[bool]()
+    monkeypatch.setattr(StoreWriter, "finish", lambda *given: finish(*given) or finished.set())
+    monkeypatch.setattr(Disk, "sync", lambda disk, names: over.append(finished.wait(0 if over else 0.5)))
+    written(tmp_path, torch.randn(N, D), torch.randn(N, D), chunk=1)
+    assert len(over) == N
+    assert not over[0]

@@ -42,6 +42,7 @@ from normgeo.tokens import TokenBatch
 __all__ = ["StoreWriter"]
 
 WAITING_BYTES = 512 << 20
+WAITING_ROWS = 4  # that are computed and not committed yet: each holds its statistics, which may be many megabytes
 Cut = tuple[int, int, slice]
 """Part of a batch that belongs to a row of chunks: the row, the token it ends at, its bytes."""
 
@@ -193,7 +194,7 @@ class StoreWriter:
         self._aside: dict[torch.device, torch.cuda.Stream] = {}
         self._jobs = [queue.SimpleQueue[Any]() for _ in range(storage.threads)]
         self._jobs_of = dict(zip(self._chunks, itertools.cycle(self._jobs), strict=False))
-        self._commits: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._commits = queue.Queue[Any](WAITING_ROWS)
         self._threads = [threading.Thread(target=self._guarded, args=(jobs, self._write)) for jobs in self._jobs]
         self._threads += [threading.Thread(target=self._guarded, args=(self._commits, self._commit))]
         for thread in self._threads:
@@ -220,7 +221,10 @@ class StoreWriter:
         """Nothing waits for the batch to end."""
 
     def finish(self, batch: TokenBatch) -> None:
-        """The statistics have the batch: commit the rows that it completed, once they are written."""
+        """The statistics have the batch: commit the rows that it completed, once they are written.
+
+        Waits where commits are behind, so that memory and what a kill loses stay bounded on any disk.
+        """
         first, stop = self.layout.row_of(batch.start), batch.start + batch.n_tokens
         for row in range(first, self.layout.rows):
             if self.layout.stop(row) > stop:
@@ -276,7 +280,7 @@ class StoreWriter:
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
-    def _guarded(self, jobs: queue.SimpleQueue[Any], do: Callable[..., None]) -> None:
+    def _guarded(self, jobs: queue.SimpleQueue[Any] | queue.Queue[Any], do: Callable[..., None]) -> None:
         while (job := jobs.get()) is not None:
             try:
                 do(*job)
