@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
-from normgeo.rows import SINGLE, check_one_step, on_stream, short_names, stack_names
+from normgeo.rows import SINGLE, check_one_step, on_stream, short_names, stack_names, to_uniform
 from normgeo.system.files import write_whole
 
 __all__ = [
@@ -146,7 +146,7 @@ def angles(frame: pd.DataFrame, model: str) -> matplotlib.figure.Figure:
     90%), on the same tokens. One column of axes per site role (`series`), one row before and one after the norm.
     """
     frame = frame[frame.model == model]
-    panels = list(series(frame[(frame.phase == "pre") & (frame.direction == "uniform")]))
+    panels = list(series(to_uniform(frame, "pre")))
     ratios = [min(1.0, max(narrowest(len(panels)), norms.layer.nunique() / 6)) for _, norms in panels]
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 4.0), layout="constrained")
     grid = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row", width_ratios=ratios)
@@ -330,7 +330,7 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 
     Over all tokens and, where `with_rest` has it, without first positions and BOS, which may be far longer than others.
     """
-    pre = on_stream(frame[(frame.phase == "pre") & (frame.direction == "uniform")])
+    pre = on_stream(to_uniform(frame, "pre"))
     looks = styles(pre)
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
     for axes, _, part in panels:
@@ -344,7 +344,7 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
 @styled
 def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
-    rows = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
+    rows = to_uniform(frame, "standardized")
     looks = styles(rows)
     figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
     for axes, _, part in panels:
@@ -375,7 +375,7 @@ def draw(frame: pd.DataFrame, kind: str, model: str | None = None) -> matplotlib
         raise DataError(f"no model {model!r} in the table; there are {', '.join(models)}")
     part = frame if model is None else frame[frame.model == model]
     phase = "standardized" if kind == "rotation" else "pre"
-    if not ((part.phase == phase) & (part.direction == "uniform")).any():
+    if to_uniform(part, phase).empty:
         raise DataError(f"{kind} is drawn of rows of phase {phase!r} and direction 'uniform'; the table has none")
     return KINDS[kind](part, *([model or models[0]] if kind == "angles" else []))
 

@@ -12,10 +12,17 @@ import pandas as pd
 
 from normgeo.errors import DataError
 
-__all__ = ["SINGLE", "check_one_step", "first_of_layers", "on_stream", "short_names", "stack_names", "with_rest"]
+__all__ = [
+    "SINGLE", "check_one_step", "first_of_layers", "on_stream", "short_names", "stack_names", "to_uniform", "with_rest",
+]  # fmt: skip
 
 SINGLE = ("embedding", "final", "head")
 """Roles of norms that no layer has."""
+
+
+def to_uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """The rows of the angles to the uniform vector in a phase."""
+    return frame[(frame.phase == phase) & (frame.direction == "uniform")]
 
 
 def check_one_step(frame: pd.DataFrame) -> None:
@@ -57,8 +64,7 @@ def _hands_on(post: pd.DataFrame, final: pd.DataFrame) -> bool:
     """Whether what the last of these norms gives is what the final one is given, as far as both were measured."""
     if not {"phase", "direction", "mean_deg", "mean_norm"} <= set(post) or not len(post):
         return False
-    gives = post[(post.phase == "post") & (post.direction == "uniform") & (post.site == post.site.iloc[-1])]
-    given = final[(final.phase == "pre") & (final.direction == "uniform")]
+    gives, given = to_uniform(post[post.site == post.site.iloc[-1]], "post"), to_uniform(final, "pre")
     if not len(gives) or not len(given):
         return False
     numbers = ["mean_deg", "mean_norm"]

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from normgeo.errors import DataError
-from normgeo.rows import check_one_step, on_stream
+from normgeo.rows import check_one_step, on_stream, to_uniform
 
 __all__ = [
     "CENTERED_DEG",
@@ -48,10 +48,6 @@ def _literal(name: str) -> str:
     return re.sub(r"[\\`*\[\]<&~#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", name)
 
 
-def _uniform(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    return frame[(frame.direction == "uniform") & (frame.phase == phase)]
-
-
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
     """The angles to the uniform vector in short: a row per model, role and kind of norm, or per model and step.
 
@@ -65,7 +61,7 @@ def summary(frame: pd.DataFrame) -> pd.DataFrame:
     by = ["model", "step"] if "step" in frame else ["model", "role", "kind"]
     if "step" in frame:
         frame = on_stream(frame)
-    pre, post = (_uniform(frame, phase).groupby(by, sort=False) for phase in ("pre", "post"))
+    pre, post = (to_uniform(frame, phase).groupby(by, sort=False) for phase in ("pre", "post"))
     columns = {
         "sites": pre.size(), "before_deg": pre.mean_deg.mean(), "before_std_deg": pre.std_deg.mean(),
         "after_deg": post.mean_deg.mean(), "after_std_deg": post.std_deg.mean(),
@@ -82,7 +78,7 @@ def already_centered(frame: pd.DataFrame) -> pd.DataFrame:
 
     Or as behind a LayerNorm whose gamma and beta are 1 and 0, or not there.
     """
-    pre = _uniform(frame, "pre")
+    pre = to_uniform(frame, "pre")
     eps = np.array([torch.finfo(getattr(torch, name)).eps for name in pre["dtype"]])
     limit = np.maximum(CENTERED_DEG, np.degrees(CENTERED_ROUNDINGS * eps / np.sqrt(pre.d)))
     return pre[(pre.std_deg < limit) & ((pre.mean_deg - 90).abs() < limit)]
@@ -96,7 +92,7 @@ def scenario(frame: pd.DataFrame) -> dict[str, Any]:
     a large component before the norm; scenario 1 when at most sites it is large before LayerNorm and not behind it,
     where gamma and beta may have put back what was subtracted.
     """
-    pre, post = _uniform(frame, "pre").set_index("site"), _uniform(frame, "post").set_index("site")
+    pre, post = to_uniform(frame, "pre").set_index("site"), to_uniform(frame, "post").set_index("site")
     special, large = _special(pre), _large(pre)
     gone = large & ~_large(post).reindex(large.index, fill_value=False)
     removes = frame.kind.eq("layernorm").all()
@@ -191,8 +187,8 @@ def _tokens(rows: pd.DataFrame) -> int:
 def _sinks(sinks: pd.DataFrame, stream: set[str]) -> list[str]:
     if sinks.empty:
         return []
-    keep = sinks[(sinks.phase == "pre") & (sinks.direction == "uniform") & sinks.role.ne("embedding")]
-    keep = keep[keep.site.isin(stream)]
+    keep = to_uniform(sinks, "pre")
+    keep = keep[keep.role.ne("embedding") & keep.site.isin(stream)]
     if keep.empty:
         return []
     others = ", those of embeddings left out" if sinks.role.eq("embedding").any() else ""
@@ -217,7 +213,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
     check_one_step(frame)
     lines = ["# Verdict", ""]
     for model, part in frame.groupby("model", sort=False):
-        if absent := [phase for phase in ("pre", "post") if _uniform(part, phase).empty]:
+        if absent := [phase for phase in ("pre", "post") if to_uniform(part, phase).empty]:
             raise DataError(
                 f"the verdict is of rows of phase {absent[0]!r} and direction 'uniform' too; the table has none of "
                 f"{model}"

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
 from normgeo.errors import DataError
 from normgeo.figures import COLORS, LABELS, PALETTE, ROLE_LABELS, WIDTH, legend, mean_angles, plain, styled, wrapped
-from normgeo.rows import SINGLE, first_of_layers
+from normgeo.rows import SINGLE, first_of_layers, to_uniform
 
 __all__ = ["NAMES", "all_layers", "curves", "heat_map", "middle_layer", "one_layer"]
 
@@ -181,7 +181,7 @@ def heat_map(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     The energy share of a random direction is 1/d: below 1 there is less along the uniform vector than by chance.
     """
     models = _models(frame)
-    uniform = frame[(frame.phase == "pre") & (frame.direction == "uniform")]
+    uniform = to_uniform(frame, "pre")
     tables = [_tables(uniform[uniform.model == model]) for model in models]
     far = max(0.5, *(float(np.nanmax(np.abs(angle - 90))) for angle, _, _ in tables))
     energies = np.log10(np.concatenate([energy.ravel() for _, energy, _ in tables]).clip(1e-6))
