@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -23,6 +24,14 @@ def test_contexts_are_of_1024_tokens_or_as_many_as_the_model_has_positions_for(m
     monkeypatch.setattr(job, "check_context", lambda model, context: None)  # the model itself has fewer
     monkeypatch.setattr(job, "check_pass", lambda model, sites, context: None)
     assert job.prepare(RunConfig((NAME,), tokens=2000), NAME).tokens.context == context
+
+
+def test_of_token_ids_no_tokenizer_is_read(home, tmp_path):
+    """Else a damaged one, which is not needed, would be warned of."""
+    model = shutil.copytree(home / "gpt2", tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    about = job.prepare(RunConfig((str(model),), str(home / "ids.npy"), null=2), str(model)).about
+    assert [about[key] for key in ("tokenizer", "tokenizer_sha256", "vocabulary")] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,8 @@ def prepare(
         name, dtype=config.dtype, device=device, device_map=config.device_map, revision=config.revision,
         trust_remote_code=trust,
     ))  # fmt: skip
-    tokenizer = load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     is_ids = holds_ids(config.source)
+    tokenizer = None if is_ids else load_tokenizer(name, revision=config.revision, trust_remote_code=trust)
     context = config.context or (None if is_ids else min(1024, max_context(model) or 1024))
     if context is not None:
         check_context(model, context)
@@ -198,9 +198,9 @@ def prepare(
         "parameters": model.num_parameters(),
         "weights_sha256": weights_digest(model),
         "revision": commit_of(name, config.revision),
-        "tokenizer": None if is_ids or tokenizer is None else type(tokenizer).__name__,
-        "tokenizer_sha256": None if is_ids or tokenizer is None else tokenizer_digest(tokenizer),
-        "vocabulary": None if is_ids or tokenizer is None else len(tokenizer),
+        "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
+        "tokenizer_sha256": None if tokenizer is None else tokenizer_digest(tokenizer),
+        "vocabulary": None if tokenizer is None else len(tokenizer),
         **tokens.about,
         "n_tokens": n_tokens,
         "marks": [list(mark) for mark in tokens.marks if mark[0] < n_tokens],
