@@ -14,7 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.errors import ModelError
 
-__all__ = ["TIMES", "example", "example_inputs", "first_attribute", "image_shape", "max_context", "several_inputs"]
+__all__ = [
+    "TIMES", "example", "example_inputs", "first_attribute", "image_shape", "max_context", "patch_size",
+    "several_inputs",
+]  # fmt: skip
 
 TIMES = (2, 7, 16)
 """Tokens of inputs to compare outputs on, where a model takes as many."""
@@ -227,9 +230,7 @@ def _placed_patches(model: PreTrainedModel, generator: torch.Generator) -> Tenso
 def _pixels_shape(name: str, model: PreTrainedModel) -> tuple[int, ...]:
     config, taken = model.config, inspect.signature(model.forward).parameters
     channels, height, width = image_shape(config)
-    patch = first_attribute(config, "patch_size", default=1)
-    patch = patch if isinstance(patch, int) else patch[-1]
-    vision = _vision(model)
+    patch, vision = patch_size(config), _vision(model)
     first = next((m for m in vision.modules() if isinstance(m, nn.Conv3d)), None) or _first_map(vision)
     if taken.keys() & {"grid_thw", "image_grid_thw"} and name != "pixel_values_videos":
         if isinstance(first, nn.Conv2d) and _documented(model, name)[:1] != ["num_patches"]:
@@ -314,6 +315,12 @@ def first_attribute(config: PretrainedConfig, *names: str, default: Any = None) 
     """The first of these attributes that the configuration or one of those inside it has."""
     values = (getattr(part, name, None) for name in names for part in _parts(config))
     return next((value for value in values if value is not None), default)
+
+
+def patch_size(config: PretrainedConfig) -> int:
+    """The width in pixels of the patches that images are cut into; 1 where they are cut into none."""
+    patch = first_attribute(config, "patch_size", default=1)
+    return patch if isinstance(patch, int) else patch[-1]
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from normgeo.conversion.probing import float64_copy, outputs_of, same
-from normgeo.examples import example, example_inputs, first_attribute, image_shape
+from normgeo.examples import example, example_inputs, first_attribute, image_shape, patch_size
 from normgeo.trace import evaluating
 
 __all__ = ["beside", "reaching_inputs", "shows_shifts", "without_effect"]
@@ -189,7 +189,8 @@ def _forms(value: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
         yield value.mT
     if value.ndim != 4:
         return
-    yield functional.unfold(value, _patch(model), stride=_patch(model)).mT
+    patch = patch_size(model.config)
+    yield functional.unfold(value, patch, stride=patch).mT
     yield torch.cat([*value], -1)[None]
     height, width = value.shape[-2:]
     grids = first_attribute(model.config, "image_grid_pinpoints", default=())
@@ -199,7 +200,7 @@ def _forms(value: Tensor, model: PreTrainedModel) -> Iterator[Tensor]:
 
 def _masked(model: PreTrainedModel) -> Extra:
     if "bool_masked_pos" in inspect.signature(model.forward).parameters:
-        patches = math.prod(size // _patch(model) for size in image_shape(model.config)[1:])
+        patches = math.prod(size // patch_size(model.config) for size in image_shape(model.config)[1:])
         yield {"bool_masked_pos": (torch.arange(patches) % 2 == 0).expand(2, patches).to(model.device)}
 
 
@@ -207,11 +208,6 @@ def _encoded(model: PreTrainedModel, generator: torch.Generator) -> Extra:
     taken = inspect.signature(model.forward).parameters
     if "encoder_hidden_states" in taken and not model.config.is_encoder_decoder:
         yield {"encoder_hidden_states": _made("encoder_hidden_states", model, generator)}
-
-
-def _patch(model: PreTrainedModel) -> int:
-    patch = first_attribute(model.config, "patch_size", default=1)
-    return patch if isinstance(patch, int) else patch[-1]
 
 
 def _made(name: str, model: PreTrainedModel, generator: torch.Generator) -> Tensor:
