@@ -255,8 +255,9 @@ class Placer:
     def _reads_input(self, call: Call) -> bool:
         """Whether it reads what comes first of what its layer is given: nothing, where that is a list of parts."""
         layer, place = self.trace.running(call), self._layer(call)
-        whole = layer is not None and place is not None and layer.name == f"{place[0]}.{place[1]}"
-        return whole and bool(layer.inputs) and call.reads_from(layer.inputs[0])
+        if layer is None or place is None or layer.name != f"{place[0]}.{place[1]}":
+            return False
+        return bool(layer.inputs) and call.reads_from(layer.inputs[0])
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:

@@ -104,7 +104,7 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
     return entry
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _pass(stream: Stream, module: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A pass from its beginning to its end, of which `torch.compile` makes no pieces."""
     with stream.turns.lock:
