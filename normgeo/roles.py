@@ -102,7 +102,7 @@ def _joined(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]:
     What has no other part in its layer, as a final norm at the end of a list of norms, is in none.
     """
     placed, parts = _listed(norms, trace), defaultdict[tuple[str, int], set[str]](set)
-    names = _spread(norms, placed)
+    names = _spread(norms, placed, trace)
     for stack, i in placed.values():
         parts[names.get(stack, ""), i].add(stack)
     calls = dict[Call, Call]()
@@ -126,17 +126,18 @@ def _listed(norms: list[Call], trace: Trace) -> dict[Call, tuple[str, int]]:
     return placed
 
 
-def _spread(norms: list[Call], placed: dict[Call, tuple[str, int]]) -> dict[str, str]:
+def _spread(norms: list[Call], placed: dict[Call, tuple[str, int]], trace: Trace) -> dict[str, str]:
     """Lists of which each has a part of every layer (`norms`, `attns`, `mlps`), and one name for those that belong so.
 
-    One is of norms, the others lie beside it, and they run in turns. Where one is of lists of layers, as `block` beside
-    `patch_embeddings` and `layer_norm`, what they have parts of are stages and no layers.
+    One is of norms, or of modules around them, the others lie beside it, and they run in turns. Where one is of lists
+    of layers, as `block` beside `patch_embeddings` and `layer_norm`, what they have parts of are stages and no layers.
     """
     turns, names = defaultdict[str, list[tuple[int, int]]](list), dict[str, str]()
-    called = {call.name for call in placed}
+    called, layers = {call.name for call in placed}, {layer.name for layer in trace.layers}
     for call, (stack, i) in placed.items():
         turns[stack].append((call.began, i))
-    for stack in dict.fromkeys(norm.name.rpartition(".")[0] for norm in norms):
+    places = (placed[norm] for norm in norms if norm in placed)
+    for stack in dict.fromkeys(stack for stack, i in places if f"{stack}.{i}" not in layers):
         group, together, parent = [stack], turns.get(stack, []), stack.rpartition(".")[0]
         for other in turns:
             beside = other != stack and other not in names and other.rpartition(".")[0] == parent

@@ -24,14 +24,25 @@ class Attention(nn.Module):
         return self.activation(self.o(scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))))
 
 
+class Around(nn.Module):
+    """A norm whose gain is in a module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gain = nn.LayerNorm(D, elementwise_affine=False), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        return self.norm(x) * (self.gain + 1)
+
+
 class Spread(nn.Module):
     """Norms of both kinds in one list each, the last of which is the final one's, and an activation that all share."""
 
-    def __init__(self, post, whole):
+    def __init__(self, post, whole, norm):
         super().__init__()
         shared = nn.Sequential(nn.GELU())
         self.embedding, self.post, self.whole = nn.Embedding(50, D), post, whole
-        self.norms, self.others = many(lambda: nn.LayerNorm(D), LAYERS + 1), many(lambda: nn.LayerNorm(D))
+        self.norms, self.others = many(norm, LAYERS + 1), many(norm)
         if whole:
             self.attns = many(lambda: Attention(shared))
             self.mlps = many(lambda: nn.Sequential(nn.Linear(D, 2 * D), shared, nn.Linear(2 * D, D)))
@@ -58,13 +69,21 @@ class Spread(nn.Module):
         return self.norms[LAYERS](x)
 
 
+@pytest.mark.parametrize(
+    ("norm", "inside"), [(lambda: nn.LayerNorm(D), ""), (Around, ".norm")], ids=["plain", "around"]
+)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("post", [True, False])
-def test_what_is_spread_over_lists_makes_layers(post, whole):
-    sites = find_sites(wrap(Spread(post, whole)))
-    roles = ("post_attention", "post_mlp") if post else ("attention", "mlp")
-    expected = [(f"module.{n}.{i}", role, i) for i in range(LAYERS) for n, role in zip(("norms", "others"), roles)]  # noqa: B905
-    assert [(site.name, site.role, site.layer) for site in sites] == [*expected, ("module.norms.3", "final", LAYERS)]
+def test_what_is_spread_over_lists_makes_layers(post, whole, norm, inside):
+    sites = find_sites(wrap(Spread(post, whole, norm)))
+    roles = {"norms": "attention", "others": "mlp"}
+    expected = [
+        (f"module.{name}.{i}{inside}", f"{'post_' * post}{role}", i)
+        for i in range(LAYERS)
+        for name, role in roles.items()
+    ]
+    assert [(site.name, site.role, site.layer) for site in sites][:-1] == expected
+    assert (sites[-1].name, sites[-1].role, sites[-1].layer) == (f"module.norms.3{inside}", "final", LAYERS)
     assert len({site.stack for site in sites}) == 1
 
 
@@ -102,17 +121,6 @@ def test_stages_are_no_layers():
     sites = find_sites(by_type("glpn"))
     assert {"encoder.block", "encoder.patch_embeddings", "encoder.layer_norm"} <= {site.stack for site in sites}
     assert {"attention", "mlp"} <= {site.role for site in sites if site.stack == "encoder.block"}
-
-
-class Around(nn.Module):
-    """A norm whose gain is in a module around it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.gain = nn.LayerNorm(D, elementwise_affine=False), nn.Parameter(torch.zeros(D))
-
-    def forward(self, x):
-        return self.norm(x) * (self.gain + 1)
 
 
 class Adds(nn.Module):
