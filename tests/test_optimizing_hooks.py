@@ -1,6 +1,7 @@
 """Whichever part of an optimized model is called, and whoever looks on: values are right, or it refuses."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -221,3 +222,18 @@ def test_attentions_that_are_additions_to_the_stream_are_not_written_over():
     found, truth = (m(**inputs, output_attentions=True).attentions for m in (fused, plain))
     assert len(found) == len(truth) > 0
     assert close(found, truth)
+
+
+@torch.no_grad()
+def test_blocks_that_run_another_forward_are_said_until_their_own_is_put_back():
+    model = copy.deepcopy(zoo.converted("gpt2")[1].model)
+    for block in model.transformer.h:
+        block.forward = functools.partial(type(block).forward, block)
+    with pytest.raises(ConversionError, match="GPT2Block runs another forward than its class's"):
+        optimize(model)
+    for block in model.transformer.h:
+        block.forward = block.forward.func.__get__(block)
+    inputs = example_inputs(model)
+    wanted = outputs_of(model, inputs)
+    assert close(outputs_of(fused := optimize(model), inputs), wanted)
+    assert fused_norms(fused)

@@ -72,6 +72,12 @@ def _hooked(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
+def _runs_another(module: nn.Module) -> bool:
+    """Whether a module has a forward that is not its class's, which what somebody put back is, as accelerate does."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
     """A forward at which a pass may begin: it refuses what it would give wrong values to, and leaves nothing behind."""
     names = list(inspect.signature(forward).parameters)[1:]
@@ -196,6 +202,11 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     inside = list(dict.fromkeys([*norms.values(), *(module for block in blocks for module in block.modules())]))
     if (name := _hooked(inside)) is not None:
         raise ConversionError(f"{name} has hooks, which a fused stream would mislead; remove them")
+    if blocks and all(map(_runs_another, blocks)):
+        raise ConversionError(
+            f"{type(blocks[0]).__name__} runs another forward than its class's, as with accelerate's hooks: it cannot "
+            "be fused before that is removed"
+        )
     stream = Stream(inside)
     try:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False), evaluating(model):
@@ -251,7 +262,7 @@ def _install(model: nn.Module, norms: list[nn.Module], blocks: list[nn.Module], 
         **{norm: {"forward": norm_forward, "normgeo_inner": id(norm) in inner} for norm in norms},
         **{block: {"forward": fused[type(block)], "normgeo_next": {}, "normgeo_held": {}} for block in blocks},
     }
-    own = {module: values for module, values in own.items() if "forward" not in module.__dict__}
+    own = {module: values for module, values in own.items() if not _runs_another(module)}
     own |= {m: {"forward": entries[type(m)], "normgeo_forward": m.__dict__.get("forward")} for m in around}
     for module, values in own.items():
         methods = {"forward": values["forward"], "__getstate__": _unfused, "__deepcopy__": _copied}
