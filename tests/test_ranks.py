@@ -239,6 +239,13 @@ def test_the_lock_is_held_until_the_last_process_has_ended(copy):
         pass
 
 
+def test_a_launchers_signal_is_an_interruption_inside_a_run_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    with Ranks(0, 2).told_to_end(), pytest.raises(KeyboardInterrupt):
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_model_over_all_gpus_needs_a_machine_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(NormGeoError, match="one process on each machine"):
