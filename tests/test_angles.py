@@ -352,6 +352,14 @@ def test_a_model_that_token_ids_alone_do_not_run_is_named():
         measure_angles(blip, np.full((2, 5), 7), null=2, progress=False)
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_one_angle_has_no_spread(tiny, times):
+    frame = measured(tiny("gpt2"), np.full((times, 1), 5)).frame
+    frame = frame[(frame.phase == "standardized") & (frame.direction == "uniform")]
+    assert (frame.rotation_deg > 0).all()
+    assert (frame[["std_deg", "rotation_std_deg"]] == 0).all(axis=None)
+
+
 def test_tables_of_one_name_are_not_put_together(tiny, ids):
     one, two = (measured(tiny(name), ids) for name in ("gpt2", "llama"))
     with pytest.raises(DataError, match="two tables are of a model called 'm'; measure with name="):

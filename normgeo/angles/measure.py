@@ -215,7 +215,8 @@ def _named_rows(
                 n = state["count"][:, i, 0].sum()  # vectors of equal components count, turned by 90 degrees
                 mean = state["rotation"][:, i].sum() / UNIT / n
                 square = state["rotation_square"][:, i].sum() / UNIT / n
-                variance = square - mean * mean if n > 1 else 0.0  # of one it would be rounding
+                spread = moments["std_deg"][0, i, 0, k] > 0  # of one angle to û, from which it is computed, it has none
+                variance = square - mean * mean if spread else 0.0
                 row |= {"rotation_deg": mean, "rotation_std_deg": float(np.sqrt(max(0.0, variance)))}
         yield row
 
