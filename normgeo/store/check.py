@@ -24,12 +24,17 @@ from normgeo.store.layout import (
 )
 from normgeo.store.objects import storage_at
 from normgeo.store.storage import Storage
+from normgeo.system.progress import progress_bar
 
 __all__ = ["interrupted", "length_problems", "metadata_problems", "verify"]
 
 
-def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
+def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, list[str]]:
     """Read every byte of a store: (chunks checked, what is wrong, each with the file it is in).
+
+    Args:
+        path: the store.
+        progress: show a bar: terabytes are read for hours.
 
     Raises:
         StoreError: there is no store at all, it cannot be reached, or its store.json is damaged.
@@ -41,18 +46,26 @@ def verify(path: str | Path | Storage) -> tuple[int, list[str]]:
     problems, checked = metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
         problems += file_problems(storage, name, sha256)
-    for row in range(layout.rows) if record["status"] == "complete" else committed_rows(storage):
-        try:
-            commit = read_commit(storage, row, store)
-        except StoreError as error:
-            problems.append(str(error))
-            continue
-        sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
-        checked += len(sums)
-        for found in storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items()):
-            problems += found
-        problems += file_problems(storage, state_file(row), commit.state)
+    rows = range(layout.rows) if record["status"] == "complete" else committed_rows(storage)
+    length = {row: layout.stop(row) - layout.start(row) for row in rows}
+    with progress_bar(str(storage), sum(length.values()), enabled=progress) as advance:
+        for row in rows:
+            chunks, found = _row_problems(storage, layout, row, store)
+            checked, problems = checked + chunks, problems + found
+            advance(length[row])
     return checked, problems
+
+
+def _row_problems(storage: Storage, layout: Layout, row: int, store: str) -> tuple[int, list[str]]:
+    """How many chunks of a row were checked, and what is wrong with them, its record and its statistics."""
+    try:
+        commit = read_commit(storage, row, store)
+    except StoreError as error:
+        return 0, [str(error)]
+    sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
+    found = storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items())
+    of_state = file_problems(storage, state_file(row), commit.state)
+    return len(sums), [*itertools.chain.from_iterable(found), *of_state]
 
 
 def interrupted(storage: Storage) -> dict[str, Any]:
