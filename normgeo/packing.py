@@ -10,7 +10,7 @@ import numpy as np
 
 from normgeo.encoding import Encoder
 
-__all__ = ["Context", "Packed"]
+__all__ = ["Context", "Packed", "remembered"]
 
 MARK_EVERY = 1 << 20
 
@@ -69,3 +69,28 @@ class Packed:
         """The numbers and ids of the documents from this one on; those without text are none."""
         texts = itertools.islice((text for text in self._documents() if text.strip()), first, None)
         return ((first + i, ids) for i, ids in self._encode(texts))
+
+
+def remembered(
+    contexts: Callable[[int], Iterator[Context]], context: int, most: int
+) -> Callable[[int], Iterator[Context]]:
+    """The same contexts, of which the first `most` are made once: from a token on that begins one, all of one length.
+
+    They are kept as they pass by, and nothing is read before it is asked for.
+    """
+    kept, whole = list[Context](), False
+
+    def passing(start: int = 0) -> Iterator[Context]:
+        nonlocal whole
+        at = start // context
+        while at < len(kept):
+            yield kept[at]
+            at += 1
+        for found in () if whole else contexts(at * context):
+            if at == len(kept) < most:
+                kept.append(found)
+            yield found
+            at += 1
+        whole = whole or at == len(kept)  # behind the last there is nothing to look for
+
+    return passing

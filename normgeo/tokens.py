@@ -19,13 +19,13 @@ import numpy as np
 from normgeo.documents import digest_of, holds_texts, located, read_documents, whole
 from normgeo.errors import DataError
 from normgeo.hub import HUB, LARGE, HubText, texts
-from normgeo.packing import Context, Packed
+from normgeo.packing import Context, Packed, remembered
 
 __all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "absolute", "counted", "holds_ids", "load_tokens", "on_hub"]
 
 SAMPLE = Path(__file__).parent / "assets" / "sample.jsonl"
 KEPT_TOKENS = 1 << 22
-"""Of so many tokens that were counted the ids are kept, 64 MiB of them, and not made again."""
+"""Of so many tokens of text the ids are kept, 64 MiB of them, and not made again."""
 
 CHECKED_AT_ONCE = 1 << 20
 
@@ -127,30 +127,25 @@ class TokenStream:
 
         return cls(contexts, length, source, digest, ROWS, rows.size, row=width if len(rows) > 1 else None)
 
+    def remembered(self) -> TokenStream:
+        """The same stream, of which the first `KEPT_TOKENS` tokens of text are not read and made again."""
+        if self.n_tokens is not None:
+            return self
+        return replace(self, contexts=remembered(self.contexts, self.context, KEPT_TOKENS // self.context))
+
     def counted(self, most: int) -> tuple[TokenStream, int]:
         """The same stream, and how many tokens it has: all there are, or `most` where there are more.
 
-        Text is read for it, and marked. Of a short one the ids are kept, to be what comes up to there.
+        Text is read for it, marked, and remembered.
         """
         if self.n_tokens is not None:
             return self, min(self.n_tokens, most)
-        kept: list[Context] = []
-        total = 0
-        for ids, document in self.contexts(0):
+        stream, total = self.remembered(), 0
+        for ids, _ in stream.contexts(0):
             total += len(ids)
-            if total <= KEPT_TOKENS:
-                kept.append((ids, document))
             if total >= most:
                 break
-        if total > KEPT_TOKENS:
-            return self, min(total, most)
-
-        def contexts(start: int = 0) -> Iterator[Context]:
-            yield from kept[start // self.context :]
-            if total >= most:  # there may be more
-                yield from self.contexts(max(start, total))
-
-        return replace(self, contexts=contexts), min(total, most)
+        return stream, min(total, most)
 
     def batch_start(self, token: int, rows: int) -> int:
         """Where a batch of up to `rows` contexts begins that has this token, or some batch before it."""

@@ -14,8 +14,7 @@ import normgeo.angles.job
 from normgeo import load_model, load_tokenizer, load_tokens, measure_angles
 from normgeo.angles.runs import RunConfig
 from normgeo.errors import ModelError, NormGeoError, RunError
-from normgeo.hub import HubText
-from normgeo.system.ranks import Ranks
+from normgeo.packing import Packed
 from normgeo.training import checkpoint_angles
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoint_angles import measure_checkpoints, resume_checkpoints, start_checkpoints
@@ -109,7 +108,10 @@ def test_every_checkpoint_is_measured_and_a_run_is_resumed(twins, tmp_path, monk
     monkeypatch.setattr(checkpoint_angles, "_measured", measured)
     with pytest.raises(KeyboardInterrupt):
         start_checkpoints(twins, CONFIG, out, progress=False)
+    passes, encoded = list[int](), Packed._encoded
+    monkeypatch.setattr(Packed, "_encoded", lambda self, first: passes.append(first) or encoded(self, first))
     frame = resume_checkpoints(out, progress=False)
+    assert passes == [0]  # the four that are left are of the same text
     assert len(seen) == 7  # the one that was interrupted twice
     assert frame.equals(pd.read_parquet(out / "angles.parquet"))
     assert frame.groupby(["model", "step"]).site.nunique().tolist() == [5] * 6
@@ -221,12 +223,6 @@ def test_models_may_have_tokenizers_of_their_own_and_one_model_has_one(tmp_path)
     assert set(measure_checkpoints([a, b], config, progress=False).model) == {"a", "b"}
     with pytest.raises(RunError, match=r"a, step 2\) was started with another tokenizer sha256"):
         measure_checkpoints([a, other], config, progress=False)
-
-
-@pytest.mark.parametrize(("abouts", "expected"), [({}, "new"), ({"a": {"data_revision": "old"}}, "old")])
-def test_a_text_on_the_hub_is_that_of_the_commit_it_was_begun_on(abouts, expected, monkeypatch):
-    monkeypatch.setattr(HubText, "pinned", lambda text: replace(text, revision="new"))
-    assert checkpoint_angles._revision(replace(CONFIG, data="org/text"), abouts, Ranks()) == expected
 
 
 def test_what_was_measured_keeps_its_rows_where_its_checkpoint_is_gone(stopped, monkeypatch):

@@ -13,6 +13,8 @@ from zoo import tiny
 
 from normgeo.angles.runs import RunConfig
 from normgeo.errors import NormGeoError, RunError
+from normgeo.hub import HubText
+from normgeo.system.ranks import Ranks
 from normgeo.training import checkpoint_angles
 from normgeo.training.checkpoint_angles import resume_checkpoints, start_checkpoints
 
@@ -176,3 +178,9 @@ def test_the_command_by_two_processes(home, whole, tmp_path, monkeypatch):
     assert first.done().stderr.startswith("5 checkpoints are left for 2 processes, at most 3 for each")
     (out,) = (tmp_path / "runs").iterdir()
     assert_same(whole, out)
+
+
+@pytest.mark.parametrize(("abouts", "expected"), [({}, "new"), ({"a": {"data_revision": "old"}}, "old")])
+def test_a_text_on_the_hub_is_that_of_the_commit_it_was_begun_on(abouts, expected, monkeypatch):
+    monkeypatch.setattr(HubText, "pinned", lambda text: replace(text, revision="new"))
+    assert checkpoint_angles._revision(RunConfig((), "org/text"), abouts, Ranks()) == expected

@@ -155,6 +155,7 @@ def prepare(
     config: RunConfig, name: str, *, before: dict[str, Any] | None = None, revision: str | None = None,
     first: Callable[[str, Callable[[], Any]], Any] = lambda name, do: do(),
     made: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
+    read: dict[str, TokenStream] | None = None,
 ) -> Job:  # fmt: skip
     """A model, its sites and its tokens, ready to be measured, and what they are, as JSON holds it.
 
@@ -165,6 +166,7 @@ def prepare(
         revision: of text on the hub the commit that the run's other models were given.
         first: what the first of several processes does for all of them; see `Ranks.first`.
         made: what is measured, of what was loaded.
+        read: tokens of the models before this one, which are not made again where they are the same; its own are added.
     """
     device = usable_device(config.device)
     trust = config.trust_remote_code
@@ -182,6 +184,9 @@ def prepare(
         revision = first("revision", lambda: hub.pinned(revision).revision)
     tokens = load_tokens(config.source, tokenizer, context, revision=revision)
     check_context(model, tokens.context)
+    tokenizer_sha256 = None if is_ids or tokenizer is None else tokenizer_digest(tokenizer)
+    if read is not None:
+        tokens = read.setdefault(json.dumps([tokenizer_sha256, tokens.about]), tokens.remembered())
     if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all
         n_tokens = before["n_tokens"]
         tokens.marks[:] = map(tuple, before.get("marks", ()))
@@ -199,7 +204,7 @@ def prepare(
         "weights_sha256": weights_digest(model),
         "revision": commit_of(name, config.revision),
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
-        "tokenizer_sha256": None if tokenizer is None else tokenizer_digest(tokenizer),
+        "tokenizer_sha256": tokenizer_sha256,
         "vocabulary": None if tokenizer is None else len(tokenizer),
         **tokens.about,
         "n_tokens": n_tokens,

@@ -42,7 +42,7 @@ from normgeo.system.files import (
 )  # fmt: skip
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.system.ranks import Ranks
-from normgeo.tokens import on_hub
+from normgeo.tokens import TokenStream, on_hub
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoints import Checkpoint, find_checkpoints, is_on_hub
 from normgeo.training.state import check_weights
@@ -235,9 +235,9 @@ def _frames(
     mine = ranks.share(left := [point for point in points if point not in done])
     if ranks.size > 1 and left:
         announce(f"{len(left)} checkpoints are left for {ranks.size} processes, at most {len(mine)} for each")
-    revision = _revision(config, abouts, ranks)
+    revision, read = _revision(config, abouts, ranks), dict[str, TokenStream]()
     for number, point in enumerate((*ranks.share([point for point in done if _name(point) in again]), *mine)):
-        job = _prepared(point, config, abouts, revision, where)
+        job = _prepared(point, config, abouts, revision, where, read)
         if not number:
             note()
         if point in done:
@@ -267,13 +267,13 @@ def _revision(config: RunConfig, abouts: dict[Checkpoint, dict[str, Any]], ranks
 
 
 def _prepared(
-    point: Checkpoint, config: RunConfig, abouts: dict[Checkpoint, dict[str, Any]], revision: str | None, where: str
-) -> Job:
+    point: Checkpoint, config: RunConfig, abouts: dict[Checkpoint, dict[str, Any]], revision: str | None, where: str,
+    read: dict[str, TokenStream],
+) -> Job:  # fmt: skip
     """A checkpoint that is ready to be measured, on what the others are measured on."""
     before = next((about for other, about in abouts.items() if other.model == point.model), None)
-    job = prepare(
-        replace(config, revision=point.revision), str(point.path), before=before, revision=revision, made=_whole
-    )
+    of = replace(config, revision=point.revision)
+    job = prepare(of, str(point.path), before=before, revision=revision, made=_whole, read=read)
     drawn = {name: getattr(config, name) for name in DRAWN}
     about = job.about | drawn | {"sites": [site.key for site in job.sites]}
     _check_text(point, about, abouts, where)
