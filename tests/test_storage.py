@@ -111,11 +111,12 @@ def test_a_link_to_nothing_is_something(tmp_path):
 
 
 def test_a_file_that_a_writer_removes_while_a_reader_looks_is_not_there(tmp_path, monkeypatch):
-    (tmp_path / "a.partial").touch()
     (tmp_path / "b").write_text("xyz")
-    real = Path.is_file
-    monkeypatch.setattr(Path, "is_file", lambda path: real(path) and (path.suffix == "" or path.unlink() is None))
-    assert Disk(tmp_path).sizes(".") == {"b": 3}
+    (gone := tmp_path / "a.partial").touch()
+    disk, files, looked, stat = Disk(tmp_path), Disk._files, list[Path](), Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: looked.append(path) or stat(path, **how))
+    monkeypatch.setattr(disk, "_files", lambda folder: (files(disk, folder), gone.unlink())[0])
+    assert (disk.sizes("."), looked) == ({"b": 3}, [tmp_path])  # of many files none is looked at twice
 
 
 def test_chunks_and_ranges(place):
