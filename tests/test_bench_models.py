@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import perturb, tiny
 
 from analyses import efficiency
-from normgeo import wrap
+from normgeo import convert, wrap
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
 from normgeo.bench.inference import bench_inference, summary
@@ -49,6 +49,13 @@ def test_rmsnorms_of_an_odd_width_have_the_gains_that_they_had():
 def test_a_norm_behind_which_a_mean_is_removed_is_torchs_with_that():
     """BLOOM's norm of embeddings writes into its stream."""
     frame = bench_inference(tiny("bloom"), variants=["pre-rmsnorm-torch"], **FEW)
+    assert frame.error.lt(1e-5).all()
+
+
+def test_a_converted_model_keeps_its_betas_and_what_recenters_it():
+    """Its RMSNorms have both, where those of other models have gains alone."""
+    frame = bench_inference(convert(tiny("bloom")).model, variants=["pre-rmsnorm", "pre-rmsnorm-torch"], **FEW)
+    assert set(frame.variant) == {"original", "pre-rmsnorm", "pre-rmsnorm-torch"}
     assert frame.error.lt(1e-5).all()
 
 

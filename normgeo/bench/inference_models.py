@@ -25,7 +25,7 @@ from normgeo.bench.controls import KernelLayerNorm, given
 from normgeo.conversion.centering import SIDE
 from normgeo.conversion.convert import convert
 from normgeo.conversion.optimize import optimize
-from normgeo.conversion.replacing import affine_of
+from normgeo.conversion.replacing import affine_of, replace_norms, spec_of, wide
 from normgeo.conversion.shallow import gauge_of
 from normgeo.converted import keep_hooks, put
 from normgeo.errors import ModelError, NormGeoError
@@ -181,13 +181,9 @@ def _with_torch_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreT
 
 
 def _with_own_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
-    norms = dict[str, nn.Module]()
-    for site in sites:
-        norm = RMSNorm(site.d, site.eps, affine=site.gain, dtype=model.dtype, device=model.device)
-        if norm.weight is not None:
-            norm.weight.data = affine_of(model.get_submodule(site.name), site)[0]
-        norms[site.name] = norm.eval().requires_grad_(False)
-    put(model, norms)
+    norms = {site.name: spec_of(wide(model, site), site, centered=False) for site in sites}
+    with torch.no_grad():
+        replace_norms(model, list(sites), {"norms": norms})
     return model
 
 
