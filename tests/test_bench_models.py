@@ -11,6 +11,7 @@ from analyses import efficiency
 from normgeo import convert, wrap
 from normgeo.architectures import architectures
 from normgeo.architectures import tiny as tiny_architecture
+from normgeo.bench import inference
 from normgeo.bench.inference import bench_inference, summary
 from normgeo.bench.inference_models import VARIANTS
 from normgeo.bench.stream import VARIANTS as WAYS
@@ -29,6 +30,17 @@ def test_norms_whose_parameters_a_block_reads_can_be_left_out():
     frame = bench_inference(tiny_architecture(ARCHITECTURES["mamba"]), variants=["no-norm", "pre-rmsnorm"], **FEW)
     assert set(frame.variant) == {"original", "no-norm", "pre-rmsnorm"}
     assert frame[frame.variant == "no-norm"].error.gt(0.01).all()
+
+
+def test_what_cannot_be_fused_in_one_dtype_is_left_out_of_that(monkeypatch):
+    """Mamba's stream is of float32 whatever its norms are."""
+    said, model = [], tiny_architecture(ARCHITECTURES["mamba"])
+    monkeypatch.setattr(inference, "available", lambda *_: ["original", "fused"])
+    frame = bench_inference(model, dtypes=("bfloat16", "float32"), announce=said.append, **FEW)
+    assert frame.groupby("dtype").variant.unique().map(set).to_dict() == {
+        "bfloat16": {"original"}, "float32": {"original", "fused"}
+    }  # fmt: skip
+    assert [line.partition(": ")[0] for line in said if line.startswith("without")] == ["without fused in bfloat16"]
 
 
 def test_norms_may_be_given_what_they_read_by_name():
