@@ -326,6 +326,9 @@ def test_models_that_are_not_timed_are_one_line(tmp_path):
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(NormGeoError, match="longer than the model's 64; give --context 64"):
         task_of(str(tmp_path / "gpt2"), context=65)
+    for name, least in {"batch": 1, "context": 2}.items():  # of one token there is no next
+        with pytest.raises(NormGeoError, match=f"--{name} must be at least {least}, received {least - 1}$"):
+            task_of(str(tmp_path / "gpt2"), **{"batch": 2, "context": 8, name: least - 1})
 
 
 def test_sizes_that_there_are():

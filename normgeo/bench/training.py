@@ -155,16 +155,17 @@ def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named
     def build(form: str) -> PreTrainedModel:
         return _in_form(form, _without_dropout(load_model(name, dtype=torch.float32, **named)).requires_grad_(True))
 
+    recipe = recipe_for("tiny", batch=batch, context=None if is_image else context)  # refuses what is no step
     shape = (config.num_hidden_layers, config.hidden_size, getattr(config, "num_attention_heads", 0))
     generator = torch.Generator().manual_seed(seed)
     if is_image:
         inputs = {k: v[:1].repeat(batch, *[1] * (v.ndim - 1)) for k, v in example_inputs(model).items()}
         labels = torch.randint(classes, (batch,), generator=generator)
-        return Task(build, inputs, labels, cross_entropy, recipe_for("tiny"), _about(*shape, batch, 1, classes))
+        return Task(build, inputs, labels, cross_entropy, recipe, _about(*shape, batch, 1, classes))
     check_context(model, context)
     ids = torch.randint(config.vocab_size, (batch, context), generator=generator)
     about = _about(*shape, batch, context, config.vocab_size)
-    return Task(build, {"input_ids": ids}, ids[:, 1:].flatten(), _next_token, recipe_for("tiny"), about)
+    return Task(build, {"input_ids": ids}, ids[:, 1:].flatten(), _next_token, recipe, about)
 
 
 def _in_form(form: str, model: PreTrainedModel) -> PreTrainedModel:
@@ -222,10 +223,8 @@ def _task_of(size: str, batch: int, context: int, vocabulary: int, seed: int, na
         raise NormGeoError(f"{size} is made up, and has no revision {named['revision']!r}")
     if size.startswith("vit-"):
         return images(SIZES[size](), batch=batch, seed=seed)  # pyright: ignore[reportArgumentType]
-    shape = {}
-    if size in SIZES:
-        config: Any = SIZES[size]()
-        shape = {"layers": config.n_layer, "d": config.n_embd, "heads": config.n_head}
+    config: Any = SIZES[size]() if size in SIZES else None
+    shape = {} if config is None else {"layers": config.n_layer, "d": config.n_embd, "heads": config.n_head}
     recipe = recipe_for("tiny" if shape else size, batch=batch, context=context, **shape)
     return text(recipe, vocabulary=vocabulary, seed=seed)
 
