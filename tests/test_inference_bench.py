@@ -71,11 +71,11 @@ def test_a_frame_that_was_measured_is_drawn_and_tabled(raw, tmp_path):
     means = frame[(frame.dtype == "float32") & (frame.phase == "decode")].groupby("variant").ratio.mean()
     assert f"{means['no-norm']:.4f}" in rows[0]
     two = efficiency.markdown(pd.concat([frame.assign(model=name) for name in ("vit-tiny", "vit-base", "gpt-small")]))
-    assert [line.split(" | ")[1:3] for line in two.splitlines() if line.startswith("| float32, decode, eager")] == [
-        ["ViT", "4"], ["GPT-3", "2"], ["ViT", "4"], ["GPT-3", "2"],
-    ]  # fmt: skip
-    no_table, fused = pd.DataFrame({"a": [1]}), raw[raw.variant == "fused"]
-    for says, table in (("bench inference", no_table), ("one time of", pd.concat([raw, raw])), ("without", fused)):
+    kinds = [line.split(" | ")[1:3] for line in two.splitlines() if line.startswith("| float32, decode, eager")]
+    assert kinds == 2 * [["ViT", "4"], ["GPT-3", "2"]]
+    wrong = {"bench inference": pd.DataFrame({"a": [1]}), "than one time of the same": pd.concat([raw, raw]),
+             "without those of the original": raw[raw.variant == "fused"]}  # fmt: skip
+    for says, table in wrong.items():
         table.to_parquet(path)
         with pytest.raises(DataError, match=says):
             efficiency.compute(path)
@@ -375,13 +375,13 @@ def run(*arguments):
 
 def test_command(tmp_path):
     out = tmp_path / "raw.parquet"
-    done = run("embedded-rmsnorm", "--length", "8", "--rounds", "3", "--decode", "--out", out)
+    done = run(*["embedded-rmsnorm"] * 2, "--length", "8", "--rounds", "3", "--decode", "--out", out)
     assert done.exit_code == 0, done.output
     assert "embedded-rmsnorm, float32, 1 x 8, decode, eager; 3 rounds" in done.output
     assert "norms share" in done.output
     frame = pd.read_parquet(out)
     assert set(frame.phase) == {"forward", "decode"}
-    np.testing.assert_array_equal(frame.groupby(["phase", "variant"]).size(), 3)
+    np.testing.assert_array_equal(frame.groupby(["phase", "variant"]).size(), 3)  # of a model that is given twice too
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
 
 

@@ -79,7 +79,7 @@ def bench_inference(
         _inference(inference_bench.summary(raw))
         write_table(pd.concat(frames, ignore_index=True), out)
 
-    for name in models:
+    for name in dict.fromkeys(models):  # each once: times of one name could not be told apart
         inference_bench.bench_inference(
             build(name, device=where, seed=seed, **named), name, variants=wanted, dtypes=dtypes, batches=batches,
             lengths=lengths, phases=("forward", *["decode"] * decode),
