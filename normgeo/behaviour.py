@@ -126,6 +126,9 @@ class _Probe:
                 short = fresh / 1e3
                 named = [eps for eps in _named_eps(module) if _is_its_eps(eps, module, short, gamma, kind)]
                 eps = named[0] if named else _measured_eps(module, short, gamma, kind, given)
+                # two numbers without their mean are one and its negative, of which all that saturates makes a sign
+                if kind == "layernorm" and truth.shape[-1] == 2 and not _is_its_eps(eps, module, short, gamma, kind):
+                    return None
                 # what is no parameter, as a buffer or a number in the code, is seen by what it does
                 own = len(list(module.parameters()))
                 gain = own > 0 or bool((gamma - 1).abs().max() > TOLERANCE)
@@ -169,10 +172,13 @@ def _fits_any(module: nn.Module, x: Tensor) -> bool:
 
 
 def _is_its_eps(eps: float, module: nn.Module, x: Tensor, gamma: Tensor, kind: Kind) -> bool:
-    """Whether vectors whose mean square is a third of eps come out half as long: others add it to a deviation."""
+    """Whether vectors whose mean square is eps / 3 and 3 eps come out 1/2 and sqrt(3)/2 as long.
+
+    Those of norms that add it to a deviation do not, nor those of softmax, whatever the eps that would fit it at one.
+    """
     y, v = _standardized(x, kind), _centered(x, kind).pow(2).mean(-1, keepdim=True)
-    half = _length(module, x * (eps / 3 / v).sqrt(), gamma, y)
-    return eps == 0 or bool((half - 0.5).abs().max() < 0.01)
+    lengths = ((_length(module, x * (eps * share / v).sqrt(), gamma, y), share) for share in (1 / 3, 3))
+    return eps == 0 or all(bool((r - (1 + 1 / share) ** -0.5).abs().max() < 0.01) for r, share in lengths)
 
 
 def _length(module: nn.Module, x: Tensor, gamma: Tensor, y: Tensor) -> Tensor:

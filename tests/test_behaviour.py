@@ -161,6 +161,14 @@ def test_gains_of_another_axis_are_no_norms():
     assert behaviour_of(nn.GroupNorm(5, 5), SHAPE) is None
 
 
+def test_what_saturates_is_no_layernorm_of_two_numbers():
+    """As a router of two experts: of long vectors its softmax makes two values, as LayerNorm of two numbers does."""
+    for tokens in range(2, 8):
+        shape = torch.Size((1, tokens, 2))
+        assert behaviour_of(nn.Softmax(-1), shape) is None
+        assert behaviour_of(nn.LayerNorm(2), shape).eps == 1e-5
+
+
 def test_an_eps_that_is_added_to_a_deviation_is_no_variance():
     """Vectors as long as eps would otherwise be standardized to a hundredth of what comes out."""
     norm = OverDeviation()
