@@ -7,6 +7,7 @@ import torch
 from blocks import Block, D, Model, Named
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from zoo import perturb, tiny
 
 from normgeo import convert, find_gauge, find_sites, optimize, wrap
@@ -147,6 +148,55 @@ def test_norms_that_would_train_other_numbers_are_refused():
     assert len(convert(wrapped).replaced) == 5
     with pytest.raises(ConversionError, match="numbers and its conversion would train"):
         convert(wrapped, trainable=True)
+
+
+class Doubled(nn.LayerNorm):
+    """It acts with twice the gamma that it learns."""
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,), 2 * self.weight, self.bias)
+
+
+def test_norms_whose_gains_are_made_of_what_they_learn_are_not_trained():
+    """An optimizer moves gains otherwise than what they are made of."""
+    model, made = built(Block), "learns other numbers than the gamma .*remove"
+    prune.random_unstructured(model.blocks[0].norm1, "weight", 0.2)
+    assert convert(wrap(model)).certificate.passed
+    with pytest.raises(ConversionError, match=rf"blocks\.0\.norm1 {made}"):
+        convert(wrap(model), trainable=True)
+    prune.remove(model.blocks[0].norm1, "weight")
+    model.blocks[1].norm2 = Doubled(D)
+    with pytest.raises(ConversionError, match=rf"blocks\.1\.norm2 {made}"):
+        convert(wrap(model), trainable=True)
+
+
+class Offset(nn.Module):
+    """Its gain is 1 + gamma; beta is called as gains mostly are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.gamma = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x):
+        return functional.layer_norm(x, (D,)) * (1 + self.gamma) + self.weight
+
+
+def test_what_trains_has_the_state_of_the_original_whatever_its_norms_call_theirs():
+    model = built(Block)
+    model.blocks[1].norm1 = Offset()
+    original = wrap(copy.deepcopy(model))
+    converted = convert(wrap(model), trainable=True).model
+    with torch.no_grad():
+        for parameter in converted.parameters():  # as weight decay does
+            parameter.mul_(0.9)
+        original.load_state_dict(converted.state_dict())
+        given = original(IDS)["logits"]
+        for other in (converted, bake(converted)):
+            torch.testing.assert_close(other(IDS)["logits"], given, rtol=1e-4, atol=1e-5)
+    other = copy.deepcopy(converted)
+    other.load_state_dict(original.state_dict())
+    torch.testing.assert_close(other.state_dict(), original.state_dict(), rtol=0, atol=0)
+    assert "module.blocks.1.norm1.bias" in bake(converted).state_dict()
 
 
 def test_a_decoders_final_norm_is_of_the_decoder():

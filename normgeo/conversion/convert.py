@@ -38,7 +38,7 @@ from normgeo.conversion.probing import (
     untie,
 )
 from normgeo.conversion.reaching import reaching_inputs
-from normgeo.conversion.replacing import replace_norms, spec_of, wide
+from normgeo.conversion.replacing import learned_of, replace_norms, spec_of, wide
 from normgeo.conversion.shallow import gauge_of
 from normgeo.conversion.trainable import parametrized, trains_as
 from normgeo.converted import held_by, rebuild
@@ -264,7 +264,8 @@ def _trainable(
 ) -> Conversion:
     converted, places, means = parametrized(model, gauge, inputs)
     chosen, kept, untouched = _sorted(gauge, means, "rmsnorm")
-    norms = {site.name: spec_of(wide(model, site), site) for site in chosen}
+    learned = {site.name: learned_of(wide(model, site), site) for site in chosen}
+    norms = {s.name: spec_of(wide(model, s), s) | {"offset": learned[s.name].offset} for s in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
     replace_norms(converted, chosen, recipe)
     before, after = (sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model, converted))
@@ -273,7 +274,7 @@ def _trainable(
             f"{type(model).__name__} trains {before:,} numbers and its conversion would train {after:,}: gains or "
             "shifts of a norm are fewer than one a component, or not all are trained alike; leave out trainable"
         )
-    trains_as(model, converted, norms)
+    trains_as(model, converted, learned)
     converted.config.normgeo = recipe  # its parameters are the Pre-LN model's: save_pretrained writes that one, equal
     counts = {"replaced": len(chosen), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
     original64, converted64 = float64_copy(model, tied=True), float64_copy(converted, tied=True)

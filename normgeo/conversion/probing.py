@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from normgeo.sites import NormSite
 from normgeo.trace import is_leaf
 
 __all__ = [
-    "INVISIBLE", "HandedOn", "Place", "Use", "float64_copy", "generic_copy", "handed_on", "looked_at", "looking_at",
-    "outputs_of", "plain_norms", "same", "site_inputs", "tied", "untie", "with_padding",
+    "INVISIBLE", "HandedOn", "Place", "Use", "float64_copy", "generic_copy", "handed_on", "in_float64", "looked_at",
+    "looking_at", "outputs_of", "plain_norms", "same", "site_inputs", "tied", "untie", "with_padding",
 ]  # fmt: skip
+
+M = TypeVar("M", bound=nn.Module)
 
 INVISIBLE = 1e-6
 """Below this ratio a gradient sums to zero: float64 gives 1e-16, models that cast to float32 inside 1e-8 to 1e-7."""
@@ -114,11 +116,16 @@ def float64_copy(model: PreTrainedModel, *, tied: bool = False) -> PreTrainedMod
     if any(parameter.ndim > 2 for parameter in probe.parameters()):
         with contextlib.suppress(Exception):  # models without experts refuse, each in its own way
             probe.set_experts_implementation("eager")  # the fused one has no float64
-    for module in probe.modules():
-        kept = [(k, v) for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_floating_point()]
-        for name, value in kept:  # made in an earlier run, and no buffer
-            setattr(module, name, value.double())
-    return probe.double().eval()  # pyright: ignore
+    return in_float64(probe).eval()
+
+
+def in_float64(module: M) -> M:
+    """A module cast to float64 in place, with what hooks or earlier passes have left in it and is no buffer."""
+    for part in module.modules():
+        kept = [(k, v) for k, v in vars(part).items() if isinstance(v, Tensor) and v.is_floating_point()]
+        for name, value in kept:
+            setattr(part, name, value.double())
+    return module.double()
 
 
 @torch.no_grad()

@@ -2,17 +2,33 @@ r"""LayerNorms replaced by RMSNorms with the same gamma, beta and eps, whatever 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from normgeo.conversion.probing import in_float64
 from normgeo.converted import rebuild
+from normgeo.errors import ConversionError
 from normgeo.models import copied
 from normgeo.sites import NormSite
 
-__all__ = ["affine_of", "replace_norms", "spec_of", "wide"]
+__all__ = ["Learned", "affine_of", "learned_of", "replace_norms", "spec_of", "wide"]
+
+
+class Learned(NamedTuple):
+    """What a norm learns.
+
+    Attributes:
+        names: of the parameter that is its gamma and of that which is its beta, where it has them.
+        shapes: of these.
+        offset: what is added to the former: 1 where the gain is 1 + w.
+    """
+
+    names: dict[str, str]
+    shapes: dict[str, torch.Size]
+    offset: float
 
 
 def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
@@ -45,7 +61,39 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
 
 def wide(model: PreTrainedModel, site: NormSite) -> nn.Module:
     """A copy of the norm at a site, in float64."""
-    return copied(model.get_submodule(site.name)).double()
+    return in_float64(copied(model.get_submodule(site.name)))
+
+
+def learned_of(norm: nn.Module, site: NormSite) -> Learned:
+    """Which parameters of a norm are the gamma and beta that it acts with, whatever their values.
+
+    Args:
+        norm: a copy of the norm in float64, whose parameters get other values.
+        site: where it is.
+
+    Raises:
+        ConversionError: they are made of its parameters in another way, so that an optimizer moves them otherwise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for parameter in norm.parameters():
+        parameter.add_(torch.rand(parameter.shape, generator=generator).to(parameter))
+    gamma, beta = affine_of(norm, site)
+    acts = {"weight": (gamma, (0.0, 1.0)), "bias": (beta, (0.0,))}
+    whole = {name: parameter for name, parameter in norm.named_parameters() if parameter.numel() == site.d}
+    found = {
+        part: (name, parameter.shape, offset)
+        for name, parameter in whole.items()
+        for part, (value, offsets) in acts.items()
+        for offset in offsets if torch.allclose(parameter.reshape(-1) + offset, value, rtol=1e-5, atol=1e-6)
+    }  # fmt: skip
+    if len(found) < len(whole):
+        raise ConversionError(
+            f"{site.name} learns other numbers than the gamma and beta that it acts with, as a pruned norm or one that "
+            "scales them: its conversion would be trained otherwise; make them plain (prune.remove), or leave out "
+            "trainable"
+        )
+    names, shapes = {part: name for part, (name, *_) in found.items()}, {k: shape for k, (_, shape, _) in found.items()}
+    return Learned(names, shapes, found["weight"][2] if "weight" in found else 0.0)
 
 
 def spec_of(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str, Any]:

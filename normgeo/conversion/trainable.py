@@ -9,7 +9,7 @@ is recentered instead.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from normgeo.conversion.centering import recenter_sources, site_means
 from normgeo.conversion.gauge import Gauge
 from normgeo.conversion.probing import Place, generic_copy, untie
+from normgeo.conversion.replacing import Learned
 from normgeo.converted import held_by, recenter_at
 from normgeo.errors import ConversionError
 from normgeo.loading import saved_elsewhere
@@ -104,23 +105,31 @@ def _set_before(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+LEARNED = "normgeo_learned"
+"""What a norm learns, where its original calls or shapes it otherwise: its state is the original's."""
+
 IN_TRAINING = {
     "tie_weights": _tied_already, "resize_token_embeddings": _resized_before, "set_input_embeddings": _set_before,
 }  # fmt: skip
 """What transformers' own of these would do to a writer: fail, nothing, or leave it uncentered, without a word."""
 
 
-def trains_as(original: nn.Module, converted: nn.Module, norms: Iterable[str]) -> None:
-    """Let a trainer that goes by classes and methods treat a model as it treats its original.
+def trains_as(original: nn.Module, converted: nn.Module, norms: Mapping[str, Learned]) -> None:
+    """Let a trainer that goes by classes, methods and states treat a model as it treats its original.
 
     Args:
         original: the Pre-LN model.
         converted: its trainable conversion, which is changed.
-        norms: names of the norms that were replaced.
+        norms: what the norms that were replaced learn, by their names.
     """
-    for name in norms:
+    for name, learned in norms.items():
+        norm = converted.get_submodule(name)
         if isinstance(original.get_submodule(name), nn.LayerNorm):
-            converted.get_submodule(name).__class__ = _TrainedNorm
+            norm.__class__ = _TrainedNorm
+        if [*learned.names] != [*learned.names.values()] or any(len(shape) > 1 for shape in learned.shapes.values()):
+            vars(norm)[LEARNED] = learned
+            norm.register_state_dict_post_hook(_named_before)
+            norm.register_load_state_dict_pre_hook(_named_now)
     for module in converted.modules():
         if isinstance(module, PreTrainedModel):
             vars(module).update(IN_TRAINING)
@@ -154,6 +163,20 @@ def _as_parametrized(module: nn.Module, state: dict[str, Any], prefix: str, *_: 
             state[f"{prefix}parametrizations.{name}.original"] = state.pop(f"{prefix}{name}")
 
 
+def _named_before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if (learned := vars(module).get(LEARNED)) is not None:
+        values = {part: state.pop(prefix + part) for part in learned.names}  # before any is put: they may be crossed
+        for part, value in values.items():
+            shape = learned.shapes[part]
+            state[prefix + learned.names[part]] = value if value.shape == shape else value.view(shape)
+
+
+def _named_now(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if (learned := vars(module).get(LEARNED)) is not None:
+        values = {part: state.pop(prefix + name, None) for part, name in learned.names.items()}
+        state.update({prefix + part: value.flatten() for part, value in values.items() if value is not None})
+
+
 def _originals(module: nn.Module) -> list[str]:
     """The parameters that are centered as they are read; others may be parametrized by the model's own code."""
     every: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
@@ -173,6 +196,7 @@ def bake(model: PreTrainedModel) -> PreTrainedModel:
     for module in result.modules():
         if isinstance(module, _TrainedNorm):
             module.__class__ = RMSNorm  # pyright: ignore
+        vars(module).pop(LEARNED, None)
         if isinstance(module, PreTrainedModel):
             for name in IN_TRAINING:
                 module.__dict__.pop(name, None)
