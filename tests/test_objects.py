@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -101,6 +102,32 @@ def test_what_is_read_from_it(home, remote, store):
     ours, theirs = (angles_from_store(place, null=8, progress=False) for place in (remote, store))
     pd.testing.assert_frame_equal(ours.frame, theirs.frame, check_exact=True)
     pd.testing.assert_frame_equal(ours.sinks, theirs.sinks, check_exact=True)
+
+
+def test_rows_are_read_side_by_side_and_a_few_ahead_alone(home, url, monkeypatch):
+    captured(home, url)
+    storage, waited, ahead = storage_at(url), [], []
+    storage.delete("commits/00000001.json")
+
+    def watched(real):
+        def read(self, name, *args):
+            if threading.current_thread() is threading.main_thread():
+                waited.append(name)
+            return real(self, name, *args)
+
+        return read
+
+    for name in ("read", "read_range", "size"):
+        monkeypatch.setattr(Objects, name, watched(getattr(Objects, name)))
+    resume_capture(url, progress=False)
+    assert not [name for name in waited if name.startswith("state/")]
+    waited.clear()
+    angles_from_store(url, null=8, progress=False)
+    assert not [name for name in waited if "/tokens/" in name]
+    found = storage.each(lambda n: ahead.append(n) or n, range(1000))
+    assert [next(found), next(found)] == [0, 1]
+    found.close()
+    assert len(ahead) <= 2 * storage.threads + 1
 
 
 def test_several_processes_write_it(home, url, store):

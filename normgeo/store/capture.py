@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
@@ -20,7 +21,7 @@ from normgeo.angles.statistics import PHASES
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import dtype_name, on_cpu
 from normgeo.store.check import interrupted, length_problems, metadata_problems
-from normgeo.store.layout import CHUNK_BYTES, Layout, create, put_back, read_record, read_state, write_record
+from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import ChunkReader, HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
@@ -224,8 +225,8 @@ class _Capture:
         store = HiddenStateStore(self.storage)
         for row, problem in length_problems(self.storage, self.plan.layout, store.committed):
             raise StoreError(f"{problem}, and is committed; {put_back(self.storage, row)}")
-        for commit in store.committed.values():
-            read_state(self.storage, commit)
+        for _ in _states(self.storage, store.committed.values()):
+            pass
         _check_tokens(store, self.job.tokens)
         missing = [row for row in range(self.plan.layout.rows) if row not in store.committed]
         left, free = self.plan.nbytes(len(missing)), self.storage.free()
@@ -241,8 +242,8 @@ class _Capture:
         store, statistics = HiddenStateStore(self.storage), empty_statistics(self.config.run, self.job)
         if not store.complete:
             raise StoreError(f"{self.storage}: the stream ended before its last row was committed")
-        for commit in store.commit_log:
-            statistics.add_state_dict(read_state(self.storage, commit))
+        for state in _states(self.storage, store.commit_log):
+            statistics.add_state_dict(state)
         table = AngleTable.from_statistics(statistics, self.job.label)
         with self.storage.results() as folder:
             files = write_results(table, folder, [self.job.about])
@@ -361,6 +362,11 @@ def _tokens_of(rows: Set[int], layout: Layout, batch: TokenBatch) -> int:
     start, stop = batch.start, batch.start + batch.n_tokens
     touched = (row for row in range(layout.row_of(start), layout.row_of(stop - 1) + 1) if row in rows)
     return sum(min(stop, layout.stop(row)) - max(start, layout.start(row)) for row in touched)
+
+
+def _states(storage: Storage, rows: Iterable[Commit]) -> Iterable[dict[str, Tensor]]:
+    """The statistics of rows, some of which are read ahead."""
+    return storage.each(functools.partial(read_state, storage), rows)
 
 
 def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:

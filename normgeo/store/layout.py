@@ -333,7 +333,9 @@ def read_state(storage: Storage, commit: Commit) -> dict[str, Tensor]:
     """
     file = state_file(commit.row)
     try:
-        content = storage.read(file) if storage.size(file) is not None else b""
+        content = storage.read(file)
+    except FileNotFoundError:
+        content = b""
     except OSError as error:
         raise StoreError(unread(storage, file, error)) from error
     if hashlib.sha256(content).hexdigest() != commit.state:

@@ -25,6 +25,7 @@ import numpy as np
 from normgeo.errors import StoreError
 from normgeo.store.holder import Held, holder, is_dead, read_holder, still_held, version_of
 from normgeo.store.storage import Disk, NewChunk, Storage
+from normgeo.store.workers import in_order
 from normgeo.system.files import passing_folder
 
 if TYPE_CHECKING:
@@ -266,9 +267,9 @@ class Objects(Storage):
         return ObjectStore(self._open(folder), read_only=True)
 
     def each(self, do: Callable[[T], R], of: Iterable[T]) -> Iterable[R]:
-        """On threads: most of the time goes by waiting for the service."""
+        """On threads, for most of the time goes by waiting for the service; a few are done ahead of what is taken."""
         with ThreadPoolExecutor(self.threads) as pool:
-            yield from pool.map(do, of)
+            yield from in_order(of, lambda one: pool.submit(do, one), 2 * self.threads)
 
     # --- the lock ----------------------------------------------------------------------------------------------------
 

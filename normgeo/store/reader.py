@@ -330,10 +330,9 @@ class HiddenStateStore:
         Raises:
             StoreError: there is no such array, or a chunk is missing or not what was committed.
         """
-        for spec in self.layout.arrays[: len(TOKENS)]:
-            if spec.phase == name:
-                return ChunkReader(self, spec).read(self.n_tokens)
-        raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
+        if name not in TOKENS:
+            raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
+        return ChunkReader(self, self.layout.arrays[TOKENS.index(name)]).read(self.n_tokens)
 
     def rebuild(self, site: NormSite) -> Rebuild:
         """How a site's output follows from its input.
@@ -384,10 +383,12 @@ class HiddenStateStore:
         return TokenStream(self._contexts, about["context"], *known, row=about.get("row"))
 
     def _contexts(self, start: int = 0) -> Iterator[Context]:
-        readers = [ChunkReader(self, spec) for spec in self.layout.arrays[:3]]
-        rest, done = np.empty((len(readers), 0), np.int64), 0  # how a context begins, and tokens before it
-        for commit in self.commit_log:
-            read = np.stack([reader.read(commit.stop - commit.start) for reader in readers])
+        def tokens_of(commit: Commit) -> np.ndarray:
+            readers = [ChunkReader(self, spec, commit.row) for spec in self.layout.arrays[: len(TOKENS)]]
+            return np.stack([reader.read(commit.stop - commit.start) for reader in readers])
+
+        rest, done = np.empty((len(TOKENS), 0), np.int64), 0  # how a context begins, and tokens before it
+        for read in self.storage.each(tokens_of, self.commit_log):
             ids, owner, position = found = np.concatenate([rest, read], axis=1)
             starts: list[int] = np.flatnonzero(position == 0).tolist()
             for begin, stop in itertools.pairwise(starts):

@@ -12,7 +12,7 @@ import functools
 import itertools
 import socket
 import uuid
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -37,7 +37,7 @@ from normgeo.sites import NormSite, select_sites
 from normgeo.store.layout import as_numpy, as_torch
 from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
-from normgeo.store.workers import cluster, threads
+from normgeo.store.workers import cluster, in_order, threads
 from normgeo.system.files import check_folder, write_json
 from normgeo.system.folders import alone, claimed, whole_directory
 from normgeo.system.memory import memory_kept
@@ -233,19 +233,6 @@ def _rows(store: HiddenStateStore, batch: int, at_least: int) -> Iterator[tuple[
     yield first, len(store.commit_log), begun
 
 
-def _in_order(tasks: Iterator[_Task], begin: Callable[[_Task], Any], at_most: int) -> Iterator[tuple[_Task, _Found]]:
-    """Results in the order of the tasks, of which so many are under way or waiting to be taken."""
-    waiting: deque[tuple[_Task, Any]] = deque()
-    for task in tasks:
-        waiting.append((task, begin(task)))
-        if len(waiting) == at_most:
-            task, future = waiting.popleft()
-            yield task, future.result()
-    while waiting:
-        task, future = waiting.popleft()
-        yield task, future.result()
-
-
 def _scanned(
     reader: _Reader, batch: int, scheduler: str | None, progress: bool, writer: ScalarWriter | None
 ) -> tuple[AngleStatistics, list[str]]:
@@ -256,8 +243,9 @@ def _scanned(
         threads() if scheduler is None else cluster(scheduler) as (submit, workers),
         progress_bar(store.provenance["identity"]["label"], store.n_tokens, enabled=progress) as advance,
     ):
-        tasks = _tasks(reader, batch, workers)
-        for task, found in _in_order(tasks, functools.partial(submit, run), 2 * workers):
+        tasks, begun = itertools.tee(_tasks(reader, batch, workers))
+        done: Iterator[_Found] = in_order(begun, functools.partial(submit, run), 2 * workers)
+        for task, found in zip(tasks, done, strict=True):
             statistics.add_state_dict(found.state, task.sites)
             differing |= found.differing
             if writer is not None:

@@ -164,7 +164,7 @@ class Storage(ABC):
         """What zarr opens to read a folder."""
 
     def each(self, do: Callable[[T], R], of: Iterable[T]) -> Iterable[R]:
-        """What `do` gives for each, in order; side by side where that is faster."""
+        """What `do` gives for each, in order; side by side, a few ahead, where that is faster."""
         return map(do, of)
 
 

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from normgeo.errors import NormGeoError, first_line
 
-__all__ = ["cluster", "threads"]
+__all__ = ["cluster", "in_order", "threads"]
 
 WORKERS_A_THREAD = 2  # one computes while the other's chunks are read
 CONNECT_SECONDS = 10
 PATIENCE_SECONDS = 60  # for workers to come in the place of those that are gone
 
 Submit = Callable[..., Any]
+T = TypeVar("T")
+
+
+def in_order(tasks: Iterable[T], begin: Callable[[T], Any], at_most: int) -> Iterator[Any]:
+    """Results in the order of the tasks, of which so many are under way or waiting to be taken: all would fill memory.
+
+    Args:
+        tasks: taken as others are done; there may be millions.
+        begin: gives the future of one.
+        at_most: how many.
+    """
+    begun = deque[Any]()
+    for task in tasks:
+        begun.append(begin(task))
+        if len(begun) == at_most:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
 
 
 _scanning, _of_torch = 0, 0  # scans on threads, and how many threads torch had when the first of them began
