@@ -147,6 +147,17 @@ def test_the_tokenizer_is_that_of_the_model_that_has_one(names, tmp_path, monkey
     assert len(found) == 4096
 
 
+@pytest.mark.parametrize(("other", "of"), [("org/other", "v1"), ("gpt2", None)])
+def test_a_revision_is_that_of_every_model_on_the_hub(normgeo, monkeypatch, other, of):
+    asked, model = {}, zoo.tiny("gpt2")
+    monkeypatch.setattr(
+        comparison, "load_model", lambda name, *, revision, **_: asked.update({name: revision}) or model
+    )
+    words = ("org/one", other, "--data", "ids.npy", "--revision", "v1", "--null", 4, "--rounds", 0, "--out", "out")
+    assert normgeo(*words)[0] == 0
+    assert asked == {"org/one": "v1", other: of}
+
+
 def test_too_few_tokens_are_said_before_any_model_runs(normgeo, monkeypatch):
     monkeypatch.setattr(comparison, "compare", lambda *_, **__: pytest.fail("compared"))
     status, _, err = normgeo("embedded-layernorm", "embedded-rmsnorm", "--tokens", 500_000)
