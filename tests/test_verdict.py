@@ -163,7 +163,9 @@ def test_what_a_layernorm_without_gain_or_bias_wrote_may_be_centered_by_nobody(i
 
 def test_a_verdict_says_the_numbers_of_a_scenario_and_of_sinks(frame):
     sinks = frame[frame.direction == "uniform"].assign(tokens="first", mean_norm=[8.0 + i for i in range(8)])
-    text = verdict(frame, sinks)
+    sinks = sinks.assign(heads=2, n_tokens=150, n_excluded=51)
+    other, table = sinks.assign(model="another", mean_deg=1.0), sinks.assign(role="embedding", mean_deg=2.0)
+    text = verdict(frame, pd.concat([sinks, other, table]))
     for said in (
         "before the norm: 85.00° (median over 4 sites; 60.00° to 97.00°); after it, 86.50°.",
         "removes 3.500% of the squared norm at the median site, at most 50.000% (s0). A random direction holds 2.500%.",

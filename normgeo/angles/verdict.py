@@ -234,7 +234,7 @@ def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:
         if aside := sorted({*part.role[~part.site.isin(stream.site)]}):
             lines += ["", f"Norms that read no residual stream ({', '.join(aside)}) are left out of what follows."]
         for kind, group in stream.groupby("kind", sort=False):
-            of_kind = int(centered[centered.kind == kind].site.isin(group.site).sum())
+            of_kind = int(centered.site.isin(group.site).sum())
             lines += ["", *_paragraphs(_literal(str(model)), str(kind), scenario(group), of_kind)]
         lines += _sinks(sinks[sinks.model == model] if len(sinks) else sinks, {*stream.site})
         lines.append("")
