@@ -153,7 +153,7 @@ def test_a_colon_may_be_in_a_files_name(tmp_path):
 
 
 def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
-    folder = tmp_path / "texts"
+    folder = tmp_path / ".of/texts"  # what is above them may be hidden
     (folder / "b").mkdir(parents=True)
     (folder / ".cache").mkdir()
     (folder / "c.jsonl").write_text(json.dumps({"text": TEXTS[2]}))

@@ -142,12 +142,12 @@ def test_blank_documents_are_skipped(tmp_path, tokenizer, suffix, blank):
     assert everything(stream)[0].tolist() == packed(tokenizer, TEXTS[:2])
 
 
-def test_lines_end_the_same_whatever_ends_them(tmp_path, tokenizer):
+def test_lines_are_the_same_whatever_ends_them_or_marks_the_order_of_their_bytes(tmp_path, tokenizer):
     found = []
-    for end in ("\n", "\r\n", "\r"):
-        (tmp_path / "data.txt").write_bytes(end.join(TEXTS).encode())
+    for end, encoding in (("\n", "utf-8"), ("\r\n", "utf-8"), ("\r", "utf-8"), ("\n", "utf-8-sig")):
+        (tmp_path / "data.txt").write_bytes(end.join(TEXTS).encode(encoding))
         found.append(everything(load_tokens(tmp_path / "data.txt", tokenizer, 8))[0].tolist())
-    assert found[0] == found[1] == found[2]
+    assert found[1:] == found[:1] * 3
 
 
 def test_text_resumes_where_it_stopped(tmp_path, tokenizer):
