@@ -52,7 +52,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, idx, targets=None):
-        x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1]))
+        x = self.positions(torch.arange(idx.shape[1])) + self.tokens(idx)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.final(x))
