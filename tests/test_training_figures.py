@@ -80,6 +80,8 @@ def test_norms_on_heads_and_of_branches_are_not_a_layers_first(frame):
         shown(axes, frame, model, "h.10.norm_b", direction)
     found = first_of_layers(pd.concat(aside))
     assert set(found.site) == {"h.10.post_attention"}
+    others = [frame[uniform].assign(site=name, **{column: name}) for column, name in (("stack", "d"), ("model", "m"))]
+    assert set(first_of_layers(pd.concat([frame[uniform], *others])).site) == {"h.10.norm_b", "d", "m"}  # each its own
 
 
 @pytest.mark.parametrize("direction", figures.COLORS)
