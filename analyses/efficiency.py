@@ -54,7 +54,7 @@ def markdown(frame: pd.DataFrame) -> str:
             continue
         cases = frame[frame.variant == "original"].groupby(by, sort=False).size()
         text += [f"{title}, time over that of {original}", ""]
-        text += ["| | models | cases | " + " | ".join(LABELS[n] for n in names) + " |"]
+        text += ["| | models | cases | " + " | ".join(_label(n, original) for n in names) + " |"]
         text += ["| --- | --- |" + " ---: |" * (len(names) + 1)]
         for key, row in means.iterrows():
             *condition, models = key  # pyright: ignore
@@ -77,6 +77,12 @@ def _words(key: object) -> str:
 def _original(frame: pd.DataFrame) -> str:
     """What times are compared with: not every model of one's own is Pre-LN."""
     return "Pre-LN" if set(frame.model) <= set(SIZES) else "the original"
+
+
+def _label(variant: str, original: str) -> str:
+    """What a variant is called, where the original is called so."""
+    label = LABELS[variant]
+    return label.replace(LABELS["original"], original) if variant.startswith("original") else label
 
 
 ROOM = 72
@@ -141,7 +147,7 @@ def _compared(axes: Axes, part: pd.DataFrame, names: list[str], original: str, p
             np.arange(len(rows)) + wide * (k - (len(names) - 1) / 2),
             ENDS.get(name, figures.PALETTE[list(LABELS).index(name) % 7]),
         )
-        label = LABELS[name].replace(LABELS["original"], original) if name.startswith("original") else LABELS[name]
+        label = _label(name, original)
         ticks: Any = {"capsize": 1.2, "capthick": 0.6, "elinewidth": 0.7}
         if prefix:
             axes.bar(at, rows[value], wide, yerr=error, label=label, color=color, linewidth=0, error_kw=ticks)

@@ -170,7 +170,9 @@ def test_the_original_is_called_what_it_is(model, original):
     figure = efficiency.plot(frame)
     assert figure.axes[0].get_ylabel() == f"time / {original}"
     assert original in [text.get_text() for text in figure.legends[0].get_texts()]
-    assert f"time over that of {original}" in efficiency.markdown(frame)
+    title, _, head, *_ = efficiency.markdown(frame).splitlines()
+    assert title.endswith(f"time over that of {original}")
+    assert head == f"| | models | cases | {original} | no norm |"
 
 
 def test_labels_that_do_not_fit_beside_each_other_are_turned():
