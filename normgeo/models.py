@@ -183,13 +183,13 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
         raise ModelError(f"{type(module).__name__} cannot be copied, which this takes: {error}") from error
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, in lists and in dictionaries."""
+def _tensors(value: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors in a value, in lists and in dictionaries, which may contain themselves."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, list, tuple)):
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in within:
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
+            yield from _tensors(part, (*within, id(value)))
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
