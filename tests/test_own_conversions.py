@@ -309,6 +309,25 @@ def test_a_table_whose_gradients_are_sparse_is_converted():
         convert(wrap(module), trainable=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_functions_around_the_model_itself_are_named(dtype):
+    """A copy runs them as they are: on the weights, and through the norms, of the model that it is a copy of."""
+    module = built(Block).to(dtype)
+    before = module.blocks[1].forward
+    module.blocks[1].forward = lambda x: before(x)
+    with pytest.raises(
+        ModelError, match=r"module\.blocks\.1\.forward is a function around the model itself.*MethodType"
+    ):
+        convert(wrap(module))
+
+
+def test_what_contains_itself_is_copied():
+    module = built(Block)
+    module.notes = {"of": [module.tok.weight]}
+    module.notes["of"].append(module.notes)
+    assert convert(wrap(module)).certificate.passed
+
+
 class Keeping(Block):
     """Keeps in training a loss of its own, and what its layers gave."""
 

@@ -35,6 +35,7 @@ from normgeo.conversion.probing import (
     HandedOn,
     Place,
     Use,
+    around_another,
     float64_copy,
     generic_copy,
     handed_on,
@@ -215,6 +216,9 @@ class _Probe:
         with site_inputs(self.model, self.sites) as given, handed_on(self.model, self.widths) as handed:
             outputs = outputs_of(self.model, self.inputs)
         layernorms = [site for site in self.sites if site.kind == "layernorm"]
+        if idle := [site.name for site in layernorms if site.call >= len(given[site.name])]:
+            hint = around_another(self.model)
+            raise ModelError(f"a copy of {type(self.model).__name__} does not run its {idle[0]}{hint}")
         return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, handed
 
     def _gradients(self, outputs: list[Tensor], handed: HandedOn, parameters: list[Tensor]) -> list[Tensor | None]:
