@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo
 import zoo
+from blocks import Block as Plain
+from blocks import Model
 from test_optimizing import relative
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -33,6 +35,13 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x))[0]
         x += self.mlp(self.ln_2(x))
         return x
+
+
+class Stepped(nn.Linear):
+    """What rounding changes of its input becomes thousands of times as large, as by quantized activations."""
+
+    def forward(self, x):
+        return super().forward(x + 0.01 * (x * 2**18).frac())
 
 
 class Nested(Block):
@@ -346,3 +355,15 @@ def test_norms_that_give_back_wider_vectors_are_not_said_to_be_none():
     compressed = convert(wrap(zoo.perturb(Bent())), to="crmsnorm").model
     with pytest.raises(ConversionError, match=r"all norms of Wrapped give back wider vectors .* nothing to fuse"):
         optimize(compressed)
+
+
+def test_what_makes_much_of_rounding_is_held_to_the_kernels_unfused():
+    torch.manual_seed(0)
+    model = convert(wrap(zoo.perturb(Model(Plain)).eval())).model
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Stepped
+    ids = torch.randint(48, (2, 9))
+    with torch.no_grad():
+        before = model(ids)["logits"]
+        assert relative(before, optimize(model)(ids)["logits"]) < 1e-4
