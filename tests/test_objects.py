@@ -106,11 +106,12 @@ def test_what_is_read_from_it(home, remote, store):
 
 def test_rows_are_read_side_by_side_and_a_few_ahead_alone(home, url, monkeypatch):
     captured(home, url)
-    storage, waited, ahead = storage_at(url), [], []
+    storage, read_at_all, waited, ahead = storage_at(url), [], [], []
     storage.delete("commits/00000001.json")
 
     def watched(real):
         def read(self, name, *args):
+            read_at_all.append(name)
             if threading.current_thread() is threading.main_thread():
                 waited.append(name)
             return real(self, name, *args)
@@ -121,6 +122,7 @@ def test_rows_are_read_side_by_side_and_a_few_ahead_alone(home, url, monkeypatch
         monkeypatch.setattr(Objects, name, watched(getattr(Objects, name)))
     resume_capture(url, progress=False)
     assert not [name for name in waited if name.startswith("state/")]
+    assert read_at_all.count("commits/00000002.json") == 2  # before anything is written, and at the end
     waited.clear()
     angles_from_store(url, null=8, progress=False)
     assert not [name for name in waited if "/tokens/" in name]

@@ -153,10 +153,10 @@ def test_a_process_that_resumes_with_other_data_ends_the_run(wrong, home, copy, 
 def test_a_process_that_fails_ends_the_first_without_a_launcher(home, tmp_path, store, monkeypatch):
     write = capture._Capture.write
 
-    def all_but_the_last(self, rows, progress):
+    def all_but_the_last(self, known, exact, rows, progress):
         if self.plan.layout.rows - 1 in rows:
             raise StoreError("no more of this")
-        write(self, rows, progress)
+        write(self, known, exact, rows, progress)
 
     path = tmp_path / "together"
     with monkeypatch.context() as patch:

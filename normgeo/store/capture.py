@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -175,11 +175,12 @@ class _Capture:
             check_same(identity["about"], self.job.about, where, (*SAME, "context", "bos"))
             check_same(identity, mine, where, [key for key in mine if key != "about"])
             check_same({"layout": about["layout"]}, {"layout": self.plan.described}, where, ("layout",))
-            run, missing = ranks.first("begun", lambda: self.begin(record, about, held, shared=ranks.size > 1))
+            begin = lambda: self.begin(record, about, held, shared=ranks.size > 1)  # noqa: E731
+            run, store, exact, missing = ranks.first("begun", begin)
             if ranks.rank:
                 held.enter_context(self.storage.writing(run))
             try:
-                self.write(ranks.share(missing), progress and not ranks.rank)
+                self.write(store, exact, ranks.share(missing), progress and not ranks.rank)
                 ranks.done("written")
                 return None if ranks.rank else self.finish(about)
             except NormGeoError:
@@ -205,8 +206,11 @@ class _Capture:
 
     def begin(
         self, before: dict[str, Any] | None, record: dict[str, Any], held: ExitStack, *, shared: bool
-    ) -> tuple[str, list[int]]:
-        """Make the store, or what is left of it, ready to be written: the name of the run, and the rows to write.
+    ) -> tuple[str, str, list[int], list[int]]:
+        """Make the store, or what is left of it, ready to be written.
+
+        Gives the name of the run, and what all of its processes write by: the store's identity, the sites whose outputs
+        are rebuilt to the last bit, as who began the store found, and the rows to write.
 
         Whoever holds the lock looks again: while the model was loaded another run may have been here.
         """
@@ -235,7 +239,8 @@ class _Capture:
                 f"the rest needs up to {left:,} bytes and the disk of {self.storage} has {free:,} free; make space and "
                 f"give --resume {self.storage}"
             )
-        return run, missing
+        exact = [i for i, site in enumerate(self.job.sites) if store.rebuild(site).bit_equal]
+        return run, store.store_id, exact, missing
 
     def finish(self, record: dict[str, Any]) -> AngleTable:
         """Put the rows' statistics together and the results beside them."""
@@ -280,7 +285,7 @@ class _Capture:
             f"pass {forward}; {what} takes {rate / 1e6:.0f} MB/s: {layout.nbytes / rate:.0f} s{rebuilt}"
         )
 
-    def write(self, rows: Sequence[int], progress: bool) -> None:
+    def write(self, store: str, exact: Collection[int], rows: Sequence[int], progress: bool) -> None:
         """Compute and commit rows.
 
         Batches are the same whoever computes them, since matrix products of other shapes have other last bits: one that
@@ -289,15 +294,13 @@ class _Capture:
         if not rows:
             return
         job, layout, at_once = self.job, self.plan.layout, self.config.run.batch
-        statistics, store = empty_statistics(self.config.run, job), HiddenStateStore(self.storage)
-        exact = {i for i, site in enumerate(job.sites) if store.rebuild(site).bit_equal}  # as who began the store found
-        mine = set(rows)
+        statistics, mine = empty_statistics(self.config.run, job), set(rows)
         start = job.tokens.batch_start(layout.start(min(mine)), at_once)
         batches = _with_tokens_of(mine, layout, job.tokens.batches(job.n_tokens, at_once, start))
         total = sum(layout.stop(row) - layout.start(row) for row in rows)
         with (
             progress_bar(job.label, job.n_tokens, done=job.n_tokens - total, enabled=progress) as advance,
-            StoreWriter(self.storage, store.store_id, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
+            StoreWriter(self.storage, store, layout, job.sites, statistics, rows=rows, exact=exact) as writer,
         ):
             for batch in stream(job.model, job.sites, batches, [writer, statistics]):
                 writer.finish(batch)
