@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from normgeo import compare
 from normgeo.agreement import Agreement
 from normgeo.comparison import compare as comparison
+from normgeo.comparison import outputs
 from normgeo.errors import ModelError, NormGeoError
 from normgeo.tokens import TokenStream
 
@@ -269,3 +271,19 @@ def test_the_memory_of_quantized_weights_is_what_they_take(ids):
     linear.weight = nn.Parameter(Packed(linear.weight.detach()), requires_grad=False)
     result = compare({"a": zoo.tiny("gpt_neox"), "packed": packed}, ids[:1, :8], **QUICK)
     assert result.frame["bytes"].tolist() == [whole, whole - 3 * 32 * 64 + 4]
+
+
+def test_of_each_batch_two_outputs_are_in_memory_at_once(models, ids, monkeypatch):
+    made, others, output = [], [], outputs._output
+
+    def watched(name, model, batch):
+        if len(batch.ids) == 1:  # to see whether it predicts
+            return output(name, model, batch)
+        others.append(sum(one() is not None for one in made))
+        kind, value = output(name, model, batch)
+        made.append(weakref.ref(value))
+        return kind, value
+
+    monkeypatch.setattr(outputs, "_output", watched)
+    compare(models | {"c": models["b"]}, ids, batch=2, **QUICK)
+    assert others == [0, 1, 1] * (len(ids) // 2)

@@ -41,7 +41,7 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
     value = _part(result, kind)
     if value.ndim == 2:  # scores of tokens, one each, or of whole contexts: as if each were one position
         value = value[..., None] if value.shape == batch.ids.shape and _by_token(model, batch, kind) else value[:, None]
-    if not torch.isfinite(value).all():
+    if not torch.isfinite(torch.stack(torch.aminmax(value))).all():  # which NaN come through; of all it takes a copy
         bad, narrow = int((~torch.isfinite(value)).any(-1).sum()), {value.dtype, model.dtype} & HALF
         raise ModelError(
             f"the {kind} of {name} are NaN or infinite at {bad} of {value.shape[0] * value.shape[1]} positions of the "
@@ -115,25 +115,13 @@ def agreements(
         DataError: no tokens, too few, or outputs that are not alike in kind and shape.
         ModelError: a model without outputs to compare, or with outputs that are not finite.
     """
-    sums = {name: Agreement() for name in models}
-    reference, predicts, kind, classes, seen = next(iter(models)), {}, "logits", False, 0
+    sums, predicts = {name: Agreement() for name in models}, dict[str, bool]()
+    kind, classes, seen = "logits", False, 0
     with ExitStack() as modes:
         for model in models.values():
             modes.enter_context(evaluating(model))
         for chunk in source.batches(n_tokens, batch):
-            following = next_tokens(torch.from_numpy(chunk.ids)).flatten()
-            first = _output(reference, models[reference], chunk)
-            kind, truth = first[0], first[1].flatten(0, 1)
-            classes = kind == "logits" and truth.shape[-1] > 1
-            for name, model in models.items():
-                value = truth
-                if name != reference:
-                    other = _output(name, model, chunk)
-                    _check_alike(reference, first, name, other)
-                    value = other[1].flatten(0, 1)
-                if name not in predicts:
-                    predicts[name] = _predicts(name, model, chunk)
-                sums[name].add(truth, value, following if predicts[name] else None, logits=classes)
+            kind, classes = _add(models, chunk, sums, predicts)
             seen += chunk.n_tokens
             advance(chunk.n_tokens)
     if not seen:
@@ -142,3 +130,25 @@ def agreements(
         name: {"output": kind, "tokens": seen, "predictions": s.predictions, **s.metrics(logits=classes)}
         for name, s in sums.items()
     }
+
+
+def _add(
+    models: Mapping[str, PreTrainedModel], chunk: TokenBatch, sums: Mapping[str, Agreement], predicts: dict[str, bool]
+) -> tuple[str, bool]:
+    """Run all models on a batch; gives the kind of their outputs, and whether these are logits of several classes.
+
+    There are never more outputs than the reference's and another's: of a large vocabulary they are gigabytes.
+    """
+    reference, following = next(iter(models)), next_tokens(torch.from_numpy(chunk.ids)).flatten()
+    first = _output(reference, models[reference], chunk)
+    kind, truth = first[0], first[1].flatten(0, 1)
+    classes = kind == "logits" and truth.shape[-1] > 1
+    for name, model in models.items():
+        other = first if name == reference else _output(name, model, chunk)
+        _check_alike(reference, first, name, other)
+        if name not in predicts:
+            predicts[name] = _predicts(name, model, chunk)
+        value = truth if name == reference else other[1].flatten(0, 1)
+        sums[name].add(truth, value, following if predicts[name] else None, logits=classes)
+        del other, value  # before the next are made
+    return kind, classes
