@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from normgeo.errors import StoreError
 from normgeo.store.holder import holder, is_dead, read_holder
 from normgeo.store.layout import committed_rows
 from normgeo.store.storage import Disk
@@ -73,12 +74,36 @@ def test_what_a_killed_writer_left_unfinished_is_in_nothing(tmp_path):
     left, disk = tmp_path / "s/scratch/hidden.zarr.part/sites/another", Disk(tmp_path / "s")
     left.mkdir(parents=True)
     (left / "zarr.json").write_text("{}")
+    assert not disk.occupied()
     with disk.writing():
         assert os.listdir(tmp_path / "s/scratch") == []
         for content in (b"{}", b"[]"):
             disk.publish("hidden.zarr", {"zarr.json": content})
             assert disk.read("hidden.zarr/zarr.json") == content
     assert os.listdir(tmp_path / "s/hidden.zarr") == ["zarr.json"]
+
+
+def test_who_joins_a_run_sweeps_nothing_of_it(disk):
+    chunk = disk.chunk("a")
+    chunk.append(np.zeros(3, np.uint8))
+    with Disk(disk.path).writing(disk.read("lock").decode()):
+        pass
+    chunk.finish()
+    assert disk.size("a") == 3
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_lock_that_its_holder_has_just_removed_is_none(tmp_path, monkeypatch, anew):
+    """It discards all that it wrote, and another run may have begun by then."""
+
+    def remove(*_):
+        (tmp_path / "lock").unlink()
+        if anew:
+            (tmp_path / "lock").touch()
+
+    monkeypatch.setattr("normgeo.store.storage.fcntl.flock", remove)
+    with pytest.raises(StoreError, match="another process writes"):
+        Disk(tmp_path).writing().__enter__()
 
 
 @pytest.mark.parametrize(
