@@ -35,6 +35,17 @@ def test_all_in_a_folder_is_synced_before_it_has_its_name_and_the_name_after(dis
     assert journal[renamed + 1 :] == [disk.path.stat().st_ino]
 
 
+def test_chunks_are_synced_and_then_the_folders_of_their_names(disk, journal):
+    (disk.path / "a").mkdir()
+    for name in ("a/0", "a/1"):
+        chunk = disk.chunk(name)
+        chunk.append(np.zeros(3, np.uint8))
+        chunk.finish()
+    journal.clear()
+    disk.sync(["a/0", "a/1"])
+    assert journal == [(disk.path / name).stat().st_ino for name in ("a/0", "a/1", "a")]
+
+
 def test_the_name_of_a_run_is_synced(tmp_path, journal):
     with Disk(tmp_path / "s").writing():
         assert (tmp_path / "s/lock").stat().st_ino in journal
