@@ -29,7 +29,7 @@ LABELS = {"se_deg": "by documents", "se_tokens_deg": "as if tokens were drawn ap
 
 
 def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFrame:
-    """Mean angles with both standard errors, per model, site, phase and direction.
+    """Mean angles with both standard errors, and mean norms, per model, site, phase and direction.
 
     Raises:
         RunError: the run kept no scalars.
@@ -43,6 +43,7 @@ def compute(run: Path | None = None, n_tokens: int | None = None) -> pd.DataFram
 
 def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
     for phase in ("pre", "post"):
+        norms = store.norms(site, phase).astype(float)
         for direction in NAMES:
             degrees = store.angles(site, phase, direction).astype(float)
             document = np.repeat(store.document, len(degrees) // len(store.document))  # norms on heads have several
@@ -60,6 +61,7 @@ def _rows(store: ScalarStore, site: str) -> Iterator[dict[str, Any]]:
                 "phase": phase, "direction": direction, "mean_deg": degrees[known].mean(),
                 "se_deg": np.sqrt(n_documents / (n_documents - 1) * (together**2).sum()) / n,
                 "se_tokens_deg": np.sqrt((apart**2).sum() / (n - 1) / n), "n_documents": n_documents, "n_tokens": n,
+                "mean_norm": norms[known].mean(),  # which tells, too, whether a norm reads what the one before it gives
             }  # fmt: skip
 
 

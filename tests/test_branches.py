@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from zoo import perturb, tiny
 
-from analyses import branches, irreversibility, sinks
+from analyses import branches, irreversibility, masks, sinks, uncertainty
 from normgeo import measure_angles, wrap
+from normgeo.angles.runs import RunConfig, start_run
 
 BRANCHES = {  # what is added to the stream, by the model's own modules, and the stream itself
     "gpt2": {"attention": ["transformer.h.{}.attn"], "mlp": ["transformer.h.{}.mlp"]},
@@ -41,7 +42,7 @@ def test_what_is_added_is_what_the_branches_give(name, ids):
     model = tiny(name).double()
     frame = branches.compute([model], ids)
     layers = model.config.num_hidden_layers
-    assert len(frame) == layers * len(BRANCHES[name])
+    assert len(frame) == layers * len(BRANCHES[name])  # and none for what a norm of embeddings makes of them
     tokens = torch.from_numpy(np.asarray(ids))
     for row in frame.to_dict("records"):
         modules = [module.format(row["layer"]) for module in BRANCHES[name][row["role"]]]
@@ -71,7 +72,7 @@ class Encoder(nn.Module):
         return self.encoder(self.tok(ids))
 
 
-def test_norms_behind_additions_are_on_the_stream_though_a_final_one_comes_behind_them(ids, tmp_path):
+def test_norms_behind_additions_are_on_the_stream_though_a_final_one_comes_behind_them(ids, tmp_path, monkeypatch):
     """Which numbers tell, of which these tables have not all."""
     torch.manual_seed(0)
     model = wrap(perturb(Encoder()))
@@ -82,6 +83,13 @@ def test_norms_behind_additions_are_on_the_stream_though_a_final_one_comes_behin
     measure_angles(model, ids, null=0, progress=False).save(tmp_path / "run")
     apart = sinks.compute(tmp_path / "run")
     assert list(dict.fromkeys(apart.site[apart.on_stream])) == [*names, "module.encoder.norm"]
+    monkeypatch.setattr("normgeo.angles.job.load_model", lambda *_, **__: model)
+    np.save(tmp_path / "ids.npy", ids)
+    config = RunConfig(("embedded-layernorm",), data=str(tmp_path / "ids.npy"), null=0, keep="scalars")
+    start_run(config, tmp_path / "scalars", progress=False)
+    for analysis in (masks, uncertainty):
+        figure = analysis.plot(analysis.compute(tmp_path / "scalars"))
+        assert max(len(line.get_xdata()) for axes in figure.axes for line in axes.lines) == 5
 
 
 def test_streams_of_encoder_and_decoder_are_apart(ids):

@@ -60,6 +60,9 @@ def test_angles_that_do_not_depend_on_their_document_are_known_as_well_as_if_dra
         def angles(self, site, phase, direction):
             return np.random.default_rng(1).normal(90, 2, 2 * len(self.document)).astype(np.float32)  # of two heads
 
+        def norms(self, site, phase):
+            return np.ones(2 * len(self.document), np.float32)
+
     row = next(uncertainty._rows(Store(), "site"))
     assert row["se_deg"] == pytest.approx(row["se_tokens_deg"], rel=0.1)
     assert (row["n_documents"], row["n_tokens"]) == (400, 40_000)
