@@ -15,6 +15,7 @@ from normgeo.angles.runs import RunConfig, start_run
 BRANCHES = {  # what is added to the stream, by the model's own modules, and the stream itself
     "gpt2": {"attention": ["transformer.h.{}.attn"], "mlp": ["transformer.h.{}.mlp"]},
     "llama": {"attention": ["model.layers.{}.self_attn"], "mlp": ["model.layers.{}.mlp"]},
+    "bloom": {"attention": ["transformer.h.{}.self_attention.dense"], "mlp": ["transformer.h.{}.mlp.dense_4h_to_h"]},
     "gpt_neox": {"parallel": ["gpt_neox.layers.{}.attention", "gpt_neox.layers.{}.mlp"]},
     "bert": {
         "attention": ["bert.encoder.layer.{}.attention.output.dense"], "mlp": ["bert.encoder.layer.{}.output.dense"],
