@@ -210,8 +210,14 @@ def check_model(model: Any) -> None:
     if within is None and hasattr(model, "main_input_name"):
         _check_adapters(model)
         return
-    own = "what load_model returns, or a module of your own as normgeo.wrap makes one of it"
-    give = f"the model within, its .{within}" if within else own
+    give = "what load_model returns, or a module of your own as normgeo.wrap makes one of it"
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    if within:
+        give = f"the model within, its .{within}"
+    elif inner := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
+        give = (
+            f"the model within, its .get_submodule({inner!r}), or, if it takes token ids, what normgeo.wrap makes of it"
+        )
     raise ModelError(f"received a {type(model).__name__}, which is no model of transformers; give {give}")
 
 

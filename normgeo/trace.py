@@ -364,8 +364,12 @@ def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:
     except NormGeoError:  # which says itself what to do
         raise
     except Exception as error:
+        absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+        hint = (
+            f"its {absent} is on the meta device: load it" if absent else "in Python, pass inputs=... that it accepts"
+        )
         raise ModelError(
             f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
-            f"{said(error)}; in Python, pass inputs=... that it accepts"
+            f"{said(error)}; {hint}"
         ) from error
     return trace

@@ -282,6 +282,10 @@ def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line():
 def test_a_model_without_its_weights_is_one_line():
     with pytest.raises(ModelError, match="the weights of GPT2LMHeadModel are not here"):
         find_sites(tiny("gpt2").to("meta"))
+    model = tiny("gpt2")
+    model.transformer.h[1].to("meta")
+    with pytest.raises(ModelError, match=r"its transformer\.h\.1\.ln_1\.weight is on the meta device: load it"):
+        find_sites(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_tie": True}, {"to": "crmsnorm"}], ids=str)

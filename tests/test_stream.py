@@ -211,6 +211,7 @@ def test_a_model_that_takes_no_token_ids_is_refused(tiny):
     [
         (lambda model: "embedded-layernorm", "received a str, which is no model of transformers; give what load_model"),
         (lambda model: model.lm_head, "received a Linear, .*load_model"),
+        (lambda model: torch.nn.Sequential(torch.nn.Sequential(model)), r"within, its \.get_submodule\('0\.0'\), or"),
         (torch.nn.DataParallel, r"received a DataParallel, .*give the model within, its \.module"),
         (torch.compile, r"received a OptimizedModule, .*give the model within, its \._orig_mod"),
     ],
