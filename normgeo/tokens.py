@@ -280,7 +280,8 @@ def load_tokens(
             if exclude:
                 raise DataError("these are token ids, of which no texts can be left out")
             return TokenStream.from_array(data, context=context)
-        return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", _of_texts(documents))
+        digest = functools.partial(_of_texts, documents)
+        return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", digest)
     if holds_ids(data):
         if exclude:
             raise DataError(f"{data} holds token ids, of which no texts can be left out")
@@ -289,11 +290,11 @@ def load_tokens(
     if hub is not None:
         _check_tokenizer(tokenizer, hub.name)
         hub = replace(hub, revision=revision) if revision else hub.pinned()
-        packed = _packed(functools.partial(texts, hub), tokenizer, context, exclude, hub.name, hub.name)
+        packed = _packed(functools.partial(texts, hub), tokenizer, context, exclude, hub.name, lambda: hub.name)
         return replace(packed, revision=hub.revision)
     path = SAMPLE if data == "sample" else data
-    next(read_documents(path), None)  # a wrong path or format is said before anything else
-    return _packed(functools.partial(read_documents, path), tokenizer, context, exclude, str(data), digest_of(path))
+    digest = functools.partial(digest_of, path)
+    return _packed(functools.partial(read_documents, path), tokenizer, context, exclude, str(data), digest)
 
 
 def _given_texts(data: Any) -> Callable[[], Iterator[str]] | None:
@@ -338,15 +339,15 @@ def _of_texts(documents: Callable[[], Iterator[str]]) -> str:
 
 def _packed(
     documents: Callable[[], Iterator[str]], tokenizer: Any, context: int, exclude: Collection[str], source: str,
-    digest: str,
+    digest: Callable[[], str],
 ) -> TokenStream:  # fmt: skip
-    _check_tokenizer(tokenizer, source)
     kept = (lambda: (text for text in documents() if text not in exclude)) if exclude else documents
     if not any(text.strip() for text in kept()):  # up to the first; tokens of a long one would take their time
         raise DataError(f"{source} has no text in it{', beside what is left out' if exclude else ''}")
+    _check_tokenizer(tokenizer, source)  # behind what is wrong with a path or a format
     packed = Packed(kept, tokenizer, context)
     packing = f"documents packed one after the other ({packed.between}), cut every {context} tokens, no padding"
-    return TokenStream(packed, context, source, digest, packing, marks=packed.marks)
+    return TokenStream(packed, context, source, digest(), packing, marks=packed.marks)
 
 
 def _check_tokenizer(tokenizer: Any, source: str) -> None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from normgeo import documents
 from normgeo.documents import digest_of, read_documents
 from normgeo.errors import DataError
 from normgeo.tokens import load_tokens
@@ -172,6 +173,15 @@ def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
     refused(folder, r"cannot read .*gone\.jsonl: No such file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty is a directory with no texts in it; they are .jsonl")
+
+
+def test_a_file_is_read_once_before_its_tokens_are_asked_for(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text("The first text.")
+    read, decoded = [], documents._decoded
+    monkeypatch.setattr(documents, "_decoded", lambda content, where: read.append(where) or decoded(content, where))
+    stream = load_tokens(tmp_path / "a.txt", tokenizer)
+    assert read == [tmp_path / "a.txt"]
+    assert stream.digest == digest_of(tmp_path / "a.txt")
 
 
 def test_what_readers_trip_over_is_said(tmp_path):
