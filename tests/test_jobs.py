@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from normgeo import load_tokenizer, load_tokens
@@ -60,6 +61,7 @@ def test_the_time_of_a_run_is_that_of_a_second_batch_for_all_its_tokens(tiny, mo
     assert said.startswith(f"{took}, ")
     assert said.endswith(" of memory, 2.3 MB of disk")
     assert shapes == [(min(4, n_tokens // 10), 10)] * 2
+    assert 0.5 < cost._memory(tiny("gpt2")) / psutil.Process().memory_info().rss < 50  # both in bytes
 
 
 def test_only_what_does_not_fit_is_refused(tmp_path, monkeypatch):

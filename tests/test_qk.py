@@ -1,11 +1,13 @@
 """Norms on heads: their vectors reach the sinks in token order, however a model lays them out."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers as hf
 import zoo
 
+from analyses import masks
 from normgeo import find_sites, measure_angles
 from normgeo.stream import stream
 from normgeo.tokens import TokenStream
@@ -72,3 +74,18 @@ def test_norms_of_keys_are_known_by_the_weights_beside_them():
         del layer.self_attn
         layer.__class__ = type("Layer", (type(layer),), {"self_attn": property(lambda self: self.token_mixer)})
     assert {s.role for s in find_sites(mixing, qk=True) if "k_norm" in s.name} == {"qk"}
+
+
+def test_a_mask_of_tokens_is_that_of_all_vectors_of_each():
+    class Store:
+        position = np.array([0, 1, 2])
+
+        def angles(self, site, phase, direction):
+            return np.array([10.0, 30.0, 50.0, 60.0, 70.0, 80.0])
+
+        def norms(self, site, phase):
+            return np.array([1.0, 2.0, 9.0, 9.0, 9.0, 9.0])
+
+    rows = masks._rows(pd.DataFrame([{"model": "m", "site": "q_norm"}]), {"m": Store()}, masks.MASKS)
+    first = next(row for row in rows if row["mask"] == "first position only")
+    assert (first["mean_deg"], first["mean_norm"], first["n_tokens"]) == (20.0, 1.5, 2)
