@@ -56,3 +56,14 @@ def test_a_context_of_many_documents_is_joined_once(tokenizer, monkeypatch):
     assert owner.tolist() == sorted(owner.tolist())
     assert len(ids) == n_tokens
     assert len(joined) < 30
+
+
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_contexts_of_which_some_are_kept_come_as_they_were_from_any_beginning(most):
+    """Also where a pass begins behind all that are kept, as the share of another process does."""
+    made = []
+    contexts = lambda start: (made.append(i) or i for i in range(start // 3, 5))  # noqa: E731
+    again = packing.remembered(contexts, 3, most)
+    for start in (3, 0, 1, 6, 0):
+        assert list(again(3 * start)) == [0, 1, 2, 3, 4][start:]
+    assert made == [3, 4, *range(5)] + ([] if most > 5 else [*range(max(1, most), 5), *range(most, 5)])
