@@ -313,7 +313,7 @@ def test_models_of_ones_own_in_all_forms(arch, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     frame = bench_training(task, rounds=1)
     assert set(frame.form) == {*FORMS, PLAIN}
-    assert frame[["layers", "d", "batch"]].iloc[0].tolist() == [2, 32, 2]
+    assert frame[["layers", "d", "batch", "context"]].iloc[0].tolist() == [2, 32, 2, 5 if arch == "vit" else 8]
 
 
 def test_models_that_are_not_timed_are_one_line(tmp_path):

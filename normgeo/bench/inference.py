@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from normgeo.bench.controls import given
 from normgeo.bench.inference_models import (
     DTYPES,
     VARIANTS,
@@ -35,6 +34,7 @@ from normgeo.bench.inference_models import (
     in_dtype,
     main_sites,
     quantizer,
+    vectors_given,
 )
 from normgeo.bench.passes import Case, Pass, unmasked
 from normgeo.errors import DataError, ModelError, NormGeoError, said
@@ -186,7 +186,7 @@ def bench_inference(
                     continue
                 with _fitting(batch, length), contextlib.nullcontext() if mode == "eager" else unmasked():
                     inputs = _inputs(model, batch, length, phase)
-                    case = Case(dtype, batch, length or _length(model, sites[0], inputs), phase, mode)
+                    case = Case(dtype, batch, length or vectors_given(model, sites[0], inputs), phase, mode)
                     truth = Pass(model, inputs, Case("float32", batch, case.length, phase)).output()
                     raw = _timed(case, ready, [site.name for site in sites], inputs, truth, rounds, seconds, seed)
                 frames.append(raw.assign(**about, **asdict(case)))
@@ -245,15 +245,6 @@ def _inputs(model: PreTrainedModel, batch: int, length: int, phase: str) -> dict
         raise ModelError(f"{type(model).__name__} has {why}: give a --length up to {longest - more}, received {length}")
     inputs = example_inputs(model, max(length, 1))
     return {name: value[torch.arange(batch, device=value.device) % 2].contiguous() for name, value in inputs.items()}
-
-
-def _length(model: PreTrainedModel, site: NormSite, inputs: dict[str, Tensor]) -> int:
-    """How many vectors of each image the norms are given."""
-    shapes: list[torch.Size] = []
-    norm, note = model.get_submodule(site.name), lambda _, *of: shapes.append(given(*of).shape)
-    with norm.register_forward_pre_hook(note, with_kwargs=True), torch.inference_mode():
-        model(**inputs)
-    return shapes[0][1:-1].numel()
 
 
 def _timed(

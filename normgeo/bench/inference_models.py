@@ -37,7 +37,7 @@ from normgeo.sites import NormSite, find_sites
 
 __all__ = [
     "DTYPES", "SIZES", "VARIANTS", "Bases", "available", "bases", "build", "check_variants", "derived", "in_dtype",
-    "main_sites", "quantizer",
+    "main_sites", "quantizer", "vectors_given",
 ]  # fmt: skip
 
 
@@ -314,3 +314,12 @@ def derived(name: str, models: Bases, sites: Sequence[NormSite]) -> PreTrainedMo
     variant = VARIANTS[name]
     model = shared_copy(models[variant.base])
     return variant.make(model, sites) if variant.make else model
+
+
+def vectors_given(model: PreTrainedModel, site: NormSite, inputs: dict[str, Tensor]) -> int:
+    """How many vectors of each image the norms are given."""
+    shapes: list[torch.Size] = []
+    norm, note = model.get_submodule(site.name), lambda _, *of: shapes.append(given(*of).shape)
+    with norm.register_forward_pre_hook(note, with_kwargs=True), torch.inference_mode():
+        model(**inputs)
+    return shapes[0][1:-1].numel()

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 from transformers.pytorch_utils import Conv1D
 
-from normgeo.bench.inference_models import SIZES
+from normgeo.bench.inference_models import SIZES, main_sites, vectors_given
 from normgeo.cards import EMBEDDED
 from normgeo.conversion.convert import convert
 from normgeo.conversion.shallow import gauge_of
@@ -76,8 +76,8 @@ class Task:
         labels: what it should say.
         loss: of its logits and the labels.
         recipe: AdamW's numbers.
-        about: what is noted in the result; `context` is tokens in a sequence, of which an image is one, and
-            `vocabulary` how many things there are to tell apart.
+        about: what is noted in the result; `context` is tokens in a sequence, which of an image its
+            norms are given, and `vocabulary` how many things there are to tell apart.
     """
 
     build: Callable[[str], PreTrainedModel]
@@ -161,11 +161,12 @@ def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named
     if is_image:
         inputs = {k: v[:1].repeat(batch, *[1] * (v.ndim - 1)) for k, v in example_inputs(model).items()}
         labels = torch.randint(classes, (batch,), generator=generator)
-        return Task(build, inputs, labels, cross_entropy, recipe, _about(*shape, batch, 1, classes))
+        about = _about(*shape, batch, vectors_given(model, main_sites(model)[0], inputs), classes)
+        return Task(build, inputs, labels, cross_entropy, recipe, about)
     check_context(model, context)
     ids = torch.randint(config.vocab_size, (batch, context), generator=generator)
-    about = _about(*shape, batch, context, config.vocab_size)
-    return Task(build, {"input_ids": ids}, ids[:, 1:].flatten(), _next_token, recipe, about)
+    inputs, about = {"input_ids": ids}, _about(*shape, batch, context, config.vocab_size)
+    return Task(build, inputs, ids[:, 1:].flatten(), _next_token, recipe, about)
 
 
 def _in_form(form: str, model: PreTrainedModel) -> PreTrainedModel:
