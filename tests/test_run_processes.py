@@ -207,7 +207,7 @@ def test_tokens_that_were_measured_twice_are_refused(stopped):
     setup = runs.RunConfig.recorded(json.loads((stopped / "run.json").read_text())["config"], stopped)
     prepared = job.prepare(setup, setup.models[0])
     state = runs.State(stopped / "state", "gpt2", runs._measured_what(setup, prepared))
-    statistics = runs.new_statistics(prepared.model, prepared.sites, null=8, seed=0, null_every=2, bos=prepared.bos)
+    statistics = job.empty_statistics(setup, prepared)
     state.save(statistics, [(60, 660)], 1)
     assert part.is_file()
     with pytest.raises(RunError, match=r"1\.safetensors is damaged.*some of its tokens were measured elsewhere too"):

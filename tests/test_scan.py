@@ -314,7 +314,7 @@ def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads,
     )
     assert more > 3 * n > 6 * few
     assert few == many <= 6
-    assert large - small < (16_000 - 4096) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
+    assert large - small < (16_000 - 4096) * 32 * 4 / 6  # of the bytes that it reads more a sixth would be much
     window = scan.in_order
     monkeypatch.setattr(scan, "in_order", lambda tasks, begin, at_most: window(tasks, begin, 10**9))
     assert most_at_once(paths[1], monkeypatch)[0] == more

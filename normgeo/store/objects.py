@@ -269,7 +269,7 @@ class Objects(Storage):
     def each(self, do: Callable[[T], R], of: Iterable[T]) -> Iterable[R]:
         """On threads, for most of the time goes by waiting for the service; a few are done ahead of what is taken."""
         with ThreadPoolExecutor(self.threads) as pool:
-            yield from in_order(of, lambda one: pool.submit(do, one), 2 * self.threads)
+            yield from (found for _, found in in_order(of, lambda one: pool.submit(do, one), 2 * self.threads))
 
     # --- the lock ----------------------------------------------------------------------------------------------------
 

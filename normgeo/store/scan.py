@@ -243,9 +243,8 @@ def _scanned(
         threads() if scheduler is None else cluster(scheduler) as (submit, workers),
         progress_bar(store.provenance["identity"]["label"], store.n_tokens, enabled=progress) as advance,
     ):
-        tasks, begun = itertools.tee(_tasks(reader, batch, workers))
-        done: Iterator[_Found] = in_order(begun, functools.partial(submit, run), 2 * workers)
-        for task, found in zip(tasks, done, strict=True):
+        tasks = _tasks(reader, batch, workers)
+        for task, found in in_order(tasks, functools.partial(submit, run), 2 * workers):
             statistics.add_state_dict(found.state, task.sites)
             differing |= found.differing
             if writer is not None:

@@ -23,21 +23,23 @@ Submit = Callable[..., Any]
 T = TypeVar("T")
 
 
-def in_order(tasks: Iterable[T], begin: Callable[[T], Any], at_most: int) -> Iterator[Any]:
-    """Results in the order of the tasks, of which so many are under way or waiting to be taken: all would fill memory.
+def in_order(tasks: Iterable[T], begin: Callable[[T], Any], at_most: int) -> Iterator[tuple[T, Any]]:
+    """Tasks and their results, in order, so many of which are under way or waiting to be taken: all would fill memory.
 
     Args:
         tasks: taken as others are done; there may be millions.
         begin: gives the future of one.
         at_most: how many.
     """
-    begun = deque[Any]()
+    begun = deque[tuple[T, Any]]()
     for task in tasks:
-        begun.append(begin(task))
+        begun.append((task, begin(task)))
         if len(begun) == at_most:
-            yield begun.popleft().result()
+            task, future = begun.popleft()
+            yield task, future.result()
     while begun:
-        yield begun.popleft().result()
+        task, future = begun.popleft()
+        yield task, future.result()
 
 
 _scanning, _of_torch = 0, 0  # scans on threads, and how many threads torch had when the first of them began
