@@ -12,7 +12,7 @@ import torch
 from stores import CONTEXT, a_chunk, captured, config, content, local_cluster, unfinished
 
 from normgeo import AngleTable, HiddenStateStore, measure_angles
-from normgeo.angles.statistics import BINS
+from normgeo.angles.statistics import BINS, AngleStatistics
 from normgeo.errors import DataError, NormGeoError, RunError, StoreError
 from normgeo.store import scan, workers
 from normgeo.store.layout import read_state
@@ -282,20 +282,29 @@ def test_without_dask_the_extra_is_named(store, monkeypatch):
 
 
 def most_at_once(path, monkeypatch):
-    """(most tasks that anything still holds, all tasks) of a scan."""
-    tasks, most, cut = [], 0, scan._tasks
+    """(most tasks under way or waiting to be merged, all tasks, most that anything still holds) of a scan."""
+    alive, most, begun, cut, merge = 0, 0, 0, scan._tasks, AngleStatistics.add_state_dict
+    tasks, held = [], 0
 
     def counting(*args):
-        nonlocal most
+        nonlocal alive, most, begun, held
         for task in cut(*args):
+            alive, begun = alive + 1, begun + 1
+            most = max(most, alive)
             tasks.append(weakref.ref(task))
-            most = max(most, sum(task() is not None for task in tasks))
+            held = max(held, sum(task() is not None for task in tasks))
             yield task
+
+    def merging(self, *args):
+        nonlocal alive
+        alive -= 1
+        merge(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(scan, "_tasks", counting)
+        patch.setattr(AngleStatistics, "add_state_dict", merging)
         angles_from_store(path, null=8, progress=False)
-    return most, len(tasks)
+    return most, begun, held
 
 
 def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads, monkeypatch, peak_memory):
@@ -304,11 +313,13 @@ def test_memory_does_not_depend_on_the_number_of_tokens(home, tmp_path, threads,
     monkeypatch.setattr(workers, "WORKERS_A_THREAD", 1)
     changes = {"data": str(tmp_path / "ids.npy"), "sites": "final", "batch": 16, "chunk": 256}
     paths = [captured(home, tmp_path / str(n), n=n, **changes) for n in (4096, 16_000)]
-    ((few, n), small), ((many, more), large) = (
+    ((few, n, _), small), ((many, more, held), large) = (
         peak_memory(lambda path=path: most_at_once(path, monkeypatch)) for path in paths
     )
-    assert max(few, many) <= 9 < n < more / 3  # six wait, one is merged, and threads may not have let go of theirs
-    assert large - small < (16_000 - 4096) * 32 * 4 / 2  # of the bytes that it reads more, beside what others do
+    assert more > 3 * n > 6 * few
+    assert few == many <= 6
+    assert held <= 9 < n  # one is merged, and threads may not have let go of theirs
+    assert large - small < (16_000 - 4096) * 32 * 4 / 4  # of the bytes that it reads more a quarter would be much
     window = scan.in_order
     monkeypatch.setattr(scan, "in_order", lambda tasks, begin, at_most: window(tasks, begin, 10**9))
     assert most_at_once(paths[1], monkeypatch)[0] == more
