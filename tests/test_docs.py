@@ -12,6 +12,7 @@ import pytest
 import normgeo
 
 ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("analyses/*.md"))]
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(normgeo.__path__, "normgeo.") if not re.search("__main__|triton", m.name)
 )
@@ -24,12 +25,28 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
-def test_readme_examples(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["README.md", "analyses/conversion.md"])
+def test_examples_of_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_pages_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_met_in_readme():
+    text = PAGES[0].read_text()
+    assert all(f"({page.relative_to(ROOT)}" in text for page in PAGES[1:])
 
 
 def test_every_public_name_is_there_and_documented():
