@@ -34,35 +34,43 @@ def angles(
     device_map: DeviceMap = None,
     null: Annotated[
         int | None,
-        typer.Option(help="Random directions in the null ensemble.", show_default="256, or the store's"),
+        typer.Option(help="Number of random directions in the null ensemble.", show_default="256, or the store's"),
     ] = None,
     null_every: Annotated[
         int | None,
-        typer.Option(help="The null ensemble meets about one token in so many.", show_default="16, or the store's"),
+        typer.Option(help="Measure the null ensemble on about one token in N.", show_default="16, or the store's"),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random directions.", show_default="0, or the store's")
     ] = None,
-    sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
+    sites: Annotated[
+        str | None, typer.Option(help="Only these norms: roles or name patterns, comma-separated.")
+    ] = None,
     qk: Qk = False,
     keep: Annotated[
-        str | None, typer.Option(help="scalars or none.", show_default="scalars for runs up to 2M tokens")
+        str | None,
+        typer.Option(
+            help="Per-token results to keep: scalars, or none.", show_default="scalars for runs up to 2M tokens"
+        ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="Commit, branch or tag on the hub; with --checkpoints patterns of them.")
+        str | None, typer.Option(help="Commit, branch or tag on the hub; patterns with --checkpoints.")
     ] = None,
     trust_remote_code: Trusting = False,
     checkpoints: Annotated[
         str | None,
-        typer.Option(help="Measure every checkpoint below this directory, or revision of a hub id, by training step."),
+        typer.Option(
+            help="Measure every checkpoint in this directory, or every revision of this hub id, by training step."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="runs/<model>-<date>")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish the interrupted run in this directory.")] = None,
     store: Annotated[
-        str | None, typer.Option(help="From the hidden states in this store, a directory or a URL, without the model.")
+        str | None,
+        typer.Option(help="Measure the hidden states in this store (a directory or URL) instead of running a model."),
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="With --store: on the dask cluster whose scheduler has this address.")
+        str | None, typer.Option(help="With --store: run on the dask cluster whose scheduler has this address.")
     ] = None,
 ) -> None:
     """Measure the angles of hidden states before and after every norm. Under torchrun, on many devices."""

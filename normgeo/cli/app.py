@@ -34,7 +34,7 @@ class Interruptible(TyperGroup):
 
 
 app = typer.Typer(cls=Interruptible, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure what things cost, as ratios to a baseline.")
 app.add_typer(bench_app, name="bench")
 console = printer()
 """For results; what is said meanwhile goes to standard error, by `note` and `warn`."""
@@ -66,7 +66,7 @@ def check_alone(command: str) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere.")] = False,
     version: Annotated[
         bool | None, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = None,

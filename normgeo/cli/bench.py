@@ -39,20 +39,22 @@ def bench_inference(
     ],
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Of float32, bfloat16, float16, autocast (bfloat16), int8 and int8-dynamic, comma-separated."
-        ),
+        typer.Option(help="float32, bfloat16, float16, autocast (bfloat16), int8, int8-dynamic; comma-separated."),
     ] = "float32",
-    batch: Annotated[str, typer.Option(help="Sequences or images at once, comma-separated.")] = "1",
-    length: Annotated[str, typer.Option(help="Tokens, comma-separated; images have their own.")] = "512",
-    decode: Annotated[bool, typer.Option("--decode", help="Also one token with LENGTH of them in the cache.")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Also through torch.compile.")] = False,
-    graphs: Annotated[bool, typer.Option("--graphs", help="Also as CUDA graphs.")] = False,
-    variants: Annotated[str | None, typer.Option(help="Only these, comma-separated.", show_default="all")] = None,
-    rounds: Annotated[int, typer.Option(help="Timings of every variant, at most.", min=3)] = 100,
-    seconds: Annotated[float, typer.Option(help="Time for the rounds of one case.", callback=_time)] = 60.0,
+    batch: Annotated[str, typer.Option(help="Sequences or images in a batch, comma-separated.")] = "1",
+    length: Annotated[str, typer.Option(help="Tokens in a sequence, comma-separated; images set their own.")] = "512",
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Also time decoding: one token, with LENGTH tokens in the cache.")
+    ] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also time torch.compile.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Also time CUDA graphs.")] = False,
+    variants: Annotated[
+        str | None, typer.Option(help="Only these variants, comma-separated.", show_default="all")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Largest number of timings of every variant.", min=3)] = 100,
+    seconds: Annotated[float, typer.Option(help="Seconds for the rounds of one case.", callback=_time)] = 60.0,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Of random weights and of the order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and of the order of timing.")] = 0,
     revision: Revision = None,
     trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every case.")] = None,
@@ -93,13 +95,17 @@ def bench_norms(
     shapes: Annotated[
         str | None, typer.Option(help="BATCHxTOKENSxWIDTH, comma-separated.", show_default="of ViTs and GPTs")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of float32, bfloat16 and float16.")] = "float32,bfloat16",
-    backward: Annotated[bool, typer.Option("--backward", help="With the gradients of input, gamma, beta.")] = False,
-    beta: Annotated[bool, typer.Option(help="Of norms with a beta, as converted ones, or without.")] = True,
-    rounds: Annotated[int, typer.Option(help="Timings of every norm, at most.", min=3)] = 100,
-    seconds: Annotated[float, typer.Option(help="Time for the rounds of one shape and dtype.", callback=_time)] = 10.0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; comma-separated.")] = "float32,bfloat16",
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Include the gradients of input, gamma and beta.")
+    ] = False,
+    beta: Annotated[bool, typer.Option(help="Norms with a beta, as converted models have, or without.")] = True,
+    rounds: Annotated[int, typer.Option(help="Largest number of timings of every norm.", min=3)] = 100,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for the rounds of one shape and dtype.", callback=_time)
+    ] = 10.0,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the inputs and of the order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet.")] = None,
 ) -> None:
     """Time norms alone, against torch's LayerNorm and a copy of the same memory."""
@@ -119,10 +125,10 @@ def bench_norms(
 @bench_app.command("stream")
 def bench_stream(
     model: Annotated[str, typer.Argument(help="Hub id or local directory.")] = "embedded-layernorm",
-    data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
-    context: Annotated[int, typer.Option(help="Tokens the model sees together.")] = 256,
-    batch: Annotated[int, typer.Option(help="Contexts that go through the model together.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Batches that every variant runs, interleaved.")] = 7,
+    data: Annotated[str, typer.Option(help="Text, as for `angles --data`.")] = "sample",
+    context: Annotated[int, typer.Option(help="Tokens in a context: what the model sees together.")] = 256,
+    batch: Annotated[int, typer.Option(help="Contexts in a forward pass.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Interleaved batches that every variant runs.")] = 7,
     dtype: Annotated[str, typer.Option(help="auto, float64, float32, bfloat16, float16.")] = "float32",
     device: Device = "cpu",
     revision: Revision = None,
@@ -155,11 +161,11 @@ def bench_stream(
 @bench_app.command("store")
 def bench_store(
     model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
-    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path(),
-    data: Annotated[str, typer.Option(help="What `angles` takes as --data.")] = "sample",
+    folder: Annotated[Path, typer.Option(help="A directory on the disk to measure.")] = Path(),
+    data: Annotated[str, typer.Option(help="Text, as for `angles --data`.")] = "sample",
     context: Context = None,
     batch: Batch = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of each measurement.")] = 32_768,
+    tokens: Annotated[int, typer.Option(help="Tokens in each measurement.")] = 32_768,
     dtype: Dtype = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
     device: Device = "auto",
@@ -201,13 +207,13 @@ def bench_train(
     sizes: Annotated[
         str,
         typer.Option(
-            help="Sizes that `train` takes, vit-tiny to vit-giant, gpt-small to gpt-2.7b, or models; commas between."
+            help="Sizes of `train`, vit-tiny to vit-giant, gpt-small to gpt-2.7b, or models; comma-separated."
         ),
     ] = "tiny,70m",
     batch: Annotated[int, typer.Option(help="Sequences or images in a step.")] = 4,
     context: Annotated[int, typer.Option(help="Tokens in a sequence of text.")] = 256,
-    vocabulary: Annotated[int, typer.Option(help="Tokens that there are, of a text that is made up.")] = 4096,
-    rounds: Annotated[int, typer.Option(help="Steps that every variant takes, interleaved.")] = 100,
+    vocabulary: Annotated[int, typer.Option(help="Size of the vocabulary that random text is drawn from.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Interleaved steps that every variant takes.")] = 100,
     precision: Annotated[str, typer.Option(help="Mixed precision: no or bf16.")] = "no",
     device: Device = "cpu",
     revision: Revision = None,

@@ -19,13 +19,13 @@ def convert(
     to: Annotated[str, typer.Option(help="rmsnorm or crmsnorm.")] = "rmsnorm",
     data: Annotated[
         str | None,
-        typer.Option(help="Certify on this: what `angles` takes.", show_default="the sample, for text models"),
+        typer.Option(help="Text to certify on, as for `angles --data`.", show_default="the sample, for text models"),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens to certify on.", show_default="2,048, or all that there are")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 256")
+        int | None, typer.Option(help="Tokens in a context: what the model sees together.", show_default="up to 256")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's own), float64, float32, bfloat16, float16.")
@@ -37,14 +37,20 @@ def convert(
     fold_affine: Annotated[
         bool, typer.Option("--fold-affine", help="Fold gamma and beta into what reads each norm.")
     ] = False,
-    padded: Annotated[bool, typer.Option("--padded", help="crmsnorm at width d, the last number zero.")] = False,
+    padded: Annotated[
+        bool, typer.Option("--padded", help="With --to crmsnorm: keep width d, the last number zero.")
+    ] = False,
     outputs: Annotated[
         str | None,
-        typer.Option(help="What must not change: names with commas between, a.b for b inside a.", show_default="all"),
+        typer.Option(help="Outputs that must not change, comma-separated; a.b for b inside a.", show_default="all"),
     ] = None,
     by_shard: Annotated[
         bool | None,
-        typer.Option("--by-shard/--in-memory", help="Tensor by tensor.", show_default="where memory is short"),
+        typer.Option(
+            "--by-shard/--in-memory",
+            help="Convert tensor by tensor, in the memory of a shard, or in memory as a whole.",
+            show_default="where memory is short",
+        ),
     ] = None,
     revision: Revision = None,
     trust_remote_code: Trusting = False,
@@ -91,20 +97,22 @@ def compare(
         typer.Argument(metavar="B", help="The model to compare with it.", show_default="none, with --naive"),
     ] = None,
     data: Data = None,
-    tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="20,000, or all")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Number of tokens, exactly.", show_default="20,000, or all")
+    ] = None,
     context: Context = None,
     batch: Batch = 8,
-    naive: Annotated[bool, typer.Option("--naive", help="Also A with its LayerNorms swapped for RMSNorms.")] = False,
+    naive: Annotated[bool, typer.Option("--naive", help="Add A with its LayerNorms swapped for RMSNorms.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.", show_default="runs/compare-<A>-<B>-<date>")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = None,
     null: Null = 256,
-    rounds: Annotated[int, typer.Option(help="Rounds of timing, every model once a round; 0 for none.")] = 7,
-    seed: Annotated[int, typer.Option(help="Seed of random directions and of the order of timing.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds of timing, each with every model once; 0 for no timing.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of the random directions and of the order of timing.")] = 0,
     revision: Annotated[
-        str | None, typer.Option(help="Commit, branch or tag of A and B, of those that are on the hub.")
+        str | None, typer.Option(help="Commit, branch or tag of A and B, where they are on the hub.")
     ] = None,
     trust_remote_code: Trusting = False,
 ) -> None:

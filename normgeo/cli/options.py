@@ -21,21 +21,23 @@ Data = Annotated[
         show_default="sample for embedded models, else wikipedia",
     ),
 ]
-Tokens = Annotated[int | None, typer.Option(help="Exactly so many tokens.", show_default="1,000,000, or all")]
-Context = Annotated[int | None, typer.Option(help="Tokens the model sees together.", show_default="up to 1024")]
-Batch = Annotated[int, typer.Option(help="Contexts that go through the model together.")]
+Tokens = Annotated[int | None, typer.Option(help="Number of tokens, exactly.", show_default="1,000,000, or all")]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens in a context: what the model sees together.", show_default="up to 1024")
+]
+Batch = Annotated[int, typer.Option(help="Contexts in a forward pass.")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="auto, float64, float32, bfloat16, float16.", show_default="float32 on CPU, else auto"),
 ]
 Device = Annotated[str, typer.Option(help="auto (CUDA, MPS, CPU) or a torch device.")]
 DeviceMap = Annotated[str | None, typer.Option(help="auto: spread the layers over all GPUs.")]
-Null = Annotated[int, typer.Option(help="Random directions in the null ensemble.")]
-NullEvery = Annotated[int, typer.Option(help="The null ensemble meets about one token in so many.")]
+Null = Annotated[int, typer.Option(help="Number of random directions in the null ensemble.")]
+NullEvery = Annotated[int, typer.Option(help="Measure the null ensemble on about one token in N.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random directions.")]
-Qk = Annotated[bool, typer.Option("--qk", help="Also the norms on the heads of queries and keys.")]
+Qk = Annotated[bool, typer.Option("--qk", help="Include the norms on the heads of queries and keys.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")]
-Trusting = Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")]
+Trusting = Annotated[bool, typer.Option("--trust-remote-code", help="Allow the repository's own code to run.")]
 
 
 def words(text: str, option: str) -> list[str]:

@@ -31,10 +31,14 @@ from normgeo.errors import NormGeoError, StoreError
 def capture(
     given: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Hub id, local directory, or embedded name.")] = None,
-    store: Annotated[str | None, typer.Option(help="A new directory for it, or s3://BUCKET/PREFIX, gs://...")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="The store to write: a new directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX.")
+    ] = None,
     tokens: Tokens = None,
-    phases: Annotated[str, typer.Option(help="Of pre, standardized and post.")] = "pre",
-    sites: Annotated[str | None, typer.Option(help="Only these: roles or name patterns, comma-separated.")] = None,
+    phases: Annotated[str, typer.Option(help="Phases to keep, comma-separated: pre, standardized, post.")] = "pre",
+    sites: Annotated[
+        str | None, typer.Option(help="Only these norms: roles or name patterns, comma-separated.")
+    ] = None,
     data: Data = None,
     context: Context = None,
     batch: Batch = 8,
@@ -81,7 +85,9 @@ def capture(
 
 @app.command()
 def verify(
-    store: Annotated[str, typer.Argument(help="What `capture` wrote: a directory, s3://BUCKET/PREFIX or gs://...")],
+    store: Annotated[
+        str, typer.Argument(help="What `capture` wrote: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX.")
+    ],
 ) -> None:
     """Read every byte of a store and name what is damaged."""
     from normgeo.store.check import verify as verifying

@@ -18,34 +18,47 @@ def train(
     norm: Annotated[
         str, typer.Option(help="layernorm, rmsnorm, pre-rmsnorm, pre-crmsnorm, or both (the first two).")
     ] = "both",
-    size: Annotated[str, typer.Option(help="tiny, 70m, 160m, 410m or 1b (Geometry table 2).")] = "tiny",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="tiny, 70m, 160m, 410m or 1b (Geometry table 2); sets the defaults of steps, batch, lr and so on."
+        ),
+    ] = "tiny",
     data: Annotated[
-        str, typer.Option(help="openwebtext, wikipedia ..., what `angles` takes; from the hub it is streamed.")
+        str, typer.Option(help="Text, as for `angles --data`; hub data sets are streamed.")
     ] = "openwebtext",
     exclude: Annotated[
-        Path | None, typer.Option(help="A file of documents to leave out, or sample: the held-out text.")
+        Path | None, typer.Option(help="Documents to leave out, the held-out text: a file, or sample.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Hub id or directory.", show_default="learnt from a file; GPT-2's for streams")
+        str | None,
+        typer.Option(
+            help="Hub id or directory of a tokenizer.", show_default="learnt from a file; GPT-2's for streams"
+        ),
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Size of the vocabulary learnt from a file, or of its ids.", show_default="4096")
+        int | None,
+        typer.Option(help="Size of the vocabulary to learn from a file, or of the ids in it.", show_default="4096"),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all processes.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Passes that a process makes for one step.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a step, summed over processes.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Gradient accumulation: passes of a process for one step.")
+    ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Of the embedding and behind each branch.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout of the embedding and behind each branch.")] = None,
     precision: Annotated[str | None, typer.Option(help="Mixed precision: no, bf16 or fp16.")] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between kept models.", show_default="1K, ..., 10K, 20K, ...")
+        int | None, typer.Option(help="Steps between models that are kept.", show_default="1K, ..., 10K, 20K, ...")
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between the states to resume from.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between held-out losses.")] = None,
-    untie: Annotated[bool, typer.Option("--untie", help="A head of its own, not the embedding's weights.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of initialization, data order and dropout.")] = None,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Give the model a head of its own, apart from the embedding's weights.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of initialization, data order and dropout.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log every step for TensorBoard.")] = False,
     out: Annotated[Path | None, typer.Option(help="A new directory.", show_default="runs/train-<size>-<date>")] = None,
