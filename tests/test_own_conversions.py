@@ -8,6 +8,7 @@ from blocks import Block, D, Model, Named
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from zoo import perturb, tiny
 
 from normgeo import convert, find_gauge, find_sites, optimize, wrap
@@ -352,3 +353,26 @@ def test_what_is_kept_of_training_is_no_obstacle():
     torch.testing.assert_close(bake(trained).eval()(IDS)["logits"], module.eval()(IDS), rtol=1e-4, atol=1e-5)
     assert convert(wrap(module)).certificate.passed
     assert module.blocks[0].given[0]["x"].grad_fn is not None
+
+
+class Checkpointed(Block):
+    """It keeps no activations, and attends: queries, keys and values of one tensor are multiplied at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 4, batch_first=True)
+
+    def mixed(self, x):
+        y = self.norm1(x)
+        return self.attention(y, y, y, need_weights=False)[0]
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "crmsnorm", "padded": True}, {"trainable": True}], ids=str)
+def test_what_runs_again_for_its_gradients_is_converted(options):
+    module = built(Checkpointed)
+    conversion = convert(wrap(module), **options)
+    assert len(conversion.replaced) == 5
+    torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)

@@ -19,7 +19,8 @@ gain of ones hides or invents a direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from transformers import PreTrainedModel
 
-from normgeo.conversion.gradients import aligned, ratio, reached, vanishes
+from normgeo.conversion.gradients import aligned, inverted, match, ratio, reached, vanishes
 from normgeo.conversion.probing import (
     INVISIBLE,
     HandedOn,
@@ -171,9 +172,9 @@ class _Probe:
 
     def gauge(self) -> Gauge:
         named = dict(self.model.named_parameters())
-        outputs, by_site, handed = self._pass()
-        moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
-        visible = self._gradients(outputs, handed, list(named.values()))
+        with self._pass() as (outputs, by_site, handed):
+            moving = self._moving(named, self._gradient(list(by_site.values()), list(named.values())))
+            visible = self._gradients(outputs, handed, list(named.values()))
         found = dict(zip(named, visible, strict=True))
         self._check(found)
         writers, scaled, readers = self._sorted(found, moving)
@@ -211,15 +212,20 @@ class _Probe:
         own = {f"{name}.{part}" for name in self.norms for part in ("weight", "bias")}
         return [n for n in gradients if n in wide - own and self.shared.get(n, {n}) <= dark]
 
-    def _pass(self) -> tuple[list[Tensor], dict[str, Tensor], HandedOn]:
-        """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on."""
+    @contextmanager
+    def _pass(self) -> Iterator[tuple[list[Tensor], dict[str, Tensor], HandedOn]]:
+        """The outputs, a random sum of the means of what each LayerNorm is given, and what modules handed on.
+
+        While inside, parts that keep no activations (checkpointing) run again for their gradients as they have run.
+        """
         with site_inputs(self.model, self.sites) as given, handed_on(self.model, self.widths) as handed:
             outputs = outputs_of(self.model, self.inputs)
-        layernorms = [site for site in self.sites if site.kind == "layernorm"]
-        if idle := [site.name for site in layernorms if site.call >= len(given[site.name])]:
-            hint = around_another(self.model)
-            raise ModelError(f"a copy of {type(self.model).__name__} does not run its {idle[0]}{hint}")
-        return outputs, {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}, handed
+            layernorms = [site for site in self.sites if site.kind == "layernorm"]
+            if idle := [site.name for site in layernorms if site.call >= len(given[site.name])]:
+                hint = around_another(self.model)
+                raise ModelError(f"a copy of {type(self.model).__name__} does not run its {idle[0]}{hint}")
+            means = {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}
+            yield outputs, means, HandedOn(set(handed.blocked), [*handed.uses])
 
     def _gradients(self, outputs: list[Tensor], handed: HandedOn, parameters: list[Tensor]) -> list[Tensor | None]:
         """The gradients of a random sum of the outputs, for these parameters, and for what is handed on.
@@ -254,20 +260,22 @@ class _Probe:
         """For each LayerNorm, who else reads what is added into its input: once no branch brings a mean."""
         for name, axis in writers:
             center(self.model.get_parameter(name), axis)
-        outputs, by_site, handed = self._pass()
-        self._gradients(outputs, handed, [])
-        hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
-        moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
-        # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked alone;
-        # with other signs again, for of many layers' some look like it by chance
-        signs = torch.randint(2, (2, len(moving)), generator=self.generator).mul_(2).sub_(1).tolist()
-        sums = [[mean * sign for mean, sign in zip(moving.values(), row, strict=True)] for row in signs]
-        moved = [self._gradient(means, [use.tensor for use in handed.uses]) for means in sums]
-        shown = [
-            use for use, h, *both in zip(handed.uses, hidden, *moved, strict=True)
-            if use.place.side == "output" and not h and all(reached(m) and float(ratio(m, -1)) > 2 for m in both)
-        ]  # fmt: skip
-        return {key: who for key, mean in moving.items() if (who := self._raw(mean, handed, hidden, outputs, shown))}
+        with self._pass() as (outputs, by_site, handed):
+            self._gradients(outputs, handed, [])
+            hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
+            moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
+            # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked
+            # alone; with other signs again, for of many layers' some look like it by chance
+            signs = torch.randint(2, (2, len(moving)), generator=self.generator).mul_(2).sub_(1).tolist()
+            sums = [[mean * sign for mean, sign in zip(moving.values(), row, strict=True)] for row in signs]
+            moved = [self._gradient(means, [use.tensor for use in handed.uses]) for means in sums]
+            shown = [
+                use for use, h, *both in zip(handed.uses, hidden, *moved, strict=True)
+                if use.place.side == "output" and not h and all(reached(m) and float(ratio(m, -1)) > 2 for m in both)
+            ]  # fmt: skip
+            return {
+                key: who for key, mean in moving.items() if (who := self._raw(mean, handed, hidden, outputs, shown))
+            }
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -287,7 +295,7 @@ class _Probe:
         writers, scaled, readers = [], {}, []
         named = dict(self.model.named_parameters())
         own = {f"{name}.weight" for name in self.gains}
-        gains = {size: _inverted({k: v for k, v in self.gains.items() if len(v) == size}) for size in self.widths}
+        gains = {size: inverted({k: v for k, v in self.gains.items() if len(v) == size}) for size in self.widths}
         for name, gradient in visible.items():
             if gradient is None or name in own:
                 continue
@@ -299,11 +307,11 @@ class _Probe:
                     if moves:
                         writers.append(Shift(name, axis))
                     continue
-                if (norm := _match(gradient, axis, gains[size])) is not None:
+                if (norm := match(gradient, axis, gains[size])) is not None:
                     readers.append(Reader(name, axis, norm))
                 elif moves:
                     scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
-                    if (scale := _match(gradient, axis, _inverted(scales))) is not None:
+                    if (scale := match(gradient, axis, inverted(scales))) is not None:
                         scaled[Shift(name, axis)] = scale
         whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
         return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
@@ -384,17 +392,3 @@ class _Probe:
 
 def _differentiable(x: Tensor | GradientEdge) -> bool:
     return not isinstance(x, Tensor) or x.requires_grad
-
-
-def _inverted(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """1/v of those of these vectors v that have no zero."""
-    return {name: 1 / v.detach() for name, v in vectors.items() if bool((v != 0).all())}
-
-
-def _match(gradient: Tensor, axis: int, inverted: Mapping[str, Tensor]) -> str | None:
-    """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
-    if not inverted:
-        return None
-    ratios = ratio(gradient, axis, torch.stack(list(inverted.values())))
-    best = int(ratios.argmin())
-    return list(inverted)[best] if float(ratios[best]) < INVISIBLE else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TypeGuard
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from normgeo.conversion.probing import INVISIBLE
 
-__all__ = ["aligned", "ratio", "reached", "vanishes"]
+__all__ = ["aligned", "inverted", "match", "ratio", "reached", "vanishes"]
 
 
 @torch.no_grad()
@@ -41,3 +42,17 @@ def aligned(gradient: Tensor | None) -> float:
 def vanishes(gradient: Tensor | None, axis: int = -1) -> bool:
     """Whether there is one whose sum along an axis is rounding: nothing sees a shift along the uniform vector."""
     return reached(gradient) and float(ratio(gradient, axis)) < INVISIBLE
+
+
+def inverted(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """1/v of those of these vectors v that have no zero."""
+    return {name: 1 / v.detach() for name, v in vectors.items() if bool((v != 0).all())}
+
+
+def match(gradient: Tensor, axis: int, inverses: Mapping[str, Tensor]) -> str | None:
+    """The one vector v for which the gradient, weighted by 1/v, sums to zero along the axis."""
+    if not inverses:
+        return None
+    ratios = ratio(gradient, axis, torch.stack(list(inverses.values())))
+    best = int(ratios.argmin())
+    return list(inverses)[best] if float(ratios[best]) < INVISIBLE else None
