@@ -96,6 +96,31 @@ class _Block:
         return self.branch(call), module if (inner or not call.leaf) and not self.is_inline(call) else ""
 
 
+def _numbered(trace: Trace) -> tuple[Trace, dict[Call, Call]]:
+    """A forward pass as if layers that are listed by name and number (`encoder_layer_0`) had a list of their own.
+
+    Also its calls, and functions', by those of before.
+    """
+    layers = dict[str, tuple[str, int]]()
+    for call in trace.calls:
+        parent, _, last = call.name.rpartition(".")
+        stem = last.rstrip("0123456789")
+        if parent in trace.lists and stem.rstrip("_") and stem != last and call.matrices and not call.leaf:
+            layers[call.name] = stem.rstrip("_"), int(last[len(stem) :])
+    if not layers:
+        return trace, {}
+
+    def renamed(name: str) -> str:
+        parts = name.split(".")
+        places = [layers.get(".".join(parts[: i + 1]), (part,)) for i, part in enumerate(parts)]
+        return ".".join(str(part) for place in places for part in place)
+
+    every = {*trace.calls, *(function.call for function in trace.functions)}
+    calls = {call: replace(call, name=renamed(call.name)) for call in every}
+    lists = {renamed(name) for name in trace.lists} | {renamed(name).rpartition(".")[0] for name in layers}
+    return Trace([calls[call] for call in trace.calls], trace.functions, trace.sums, lists), calls
+
+
 def _joined(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]:
     """A forward pass as if layers that are spread over lists had one of their own, and its calls by those of before.
 
@@ -165,7 +190,10 @@ class Placer:
     """
 
     def __init__(self, norms: list[Call], trace: Trace) -> None:
-        self.trace, self._calls = _joined(norms, trace)
+        trace, numbered = _numbered(trace)
+        norms = [numbered.get(norm, norm) for norm in norms]
+        self.trace, joined = _joined(norms, trace)
+        self._calls = joined | {call: joined.get(new, new) for call, new in numbered.items()}
         self.known = {id(self._calls.get(norm, norm)) for norm in norms}
         self.post: dict[str, bool] = {}
 

@@ -1,5 +1,7 @@
 """Layers whose parts the model itself calls: they lie in lists beside each other, or each layer is a list of them."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -157,3 +159,26 @@ def test_a_layer_may_be_a_list_of_parts(norm, sandwich, pairs):
     roles = [f"{where}{branch}" for branch in ("attention", "mlp") for where in ("", "post_")[: 1 + sandwich]]
     assert [site.role for site in sites] == [*roles * 2, "final"]
     assert [site.layer for site in sites][:-1] == [i // (1 + sandwich) // (1 + pairs) for i in range(len(sites) - 1)]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2, self.mix = nn.LayerNorm(D), nn.LayerNorm(D), Attention(gelu)
+        self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+    def forward(self, x):
+        x = x + self.mix(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("stem", ["encoder_layer_", "block", ""])
+def test_layers_in_a_list_that_has_them_by_name_and_number(stem):
+    """As torchvision's ViT has; `fc_1`, which has no parts, is no layer."""
+    layers = nn.Sequential(OrderedDict((f"{stem}{i}", Layer()) for i in range(LAYERS)))
+    head = nn.Sequential(OrderedDict(fc_1=nn.Linear(D, D), norm_1=nn.LayerNorm(D), fc_2=nn.Linear(D, 50)))
+    model = wrap(nn.Sequential(OrderedDict(tokens=nn.Embedding(50, D), stack=layers, head=head)))
+    found = [(site.name.removeprefix("module."), site.role, site.layer) for site in find_sites(model)]
+    norms = [(f"stack.{stem}{i}.{norm}", role, i) for i in range(LAYERS)
+             for norm, role in (("ln_1", "attention"), ("ln_2", "mlp"))]  # fmt: skip
+    assert found == [*norms, ("head.norm_1", "final", LAYERS)]
