@@ -376,3 +376,20 @@ def test_what_runs_again_for_its_gradients_is_converted(options):
     conversion = convert(wrap(module), **options)
     assert len(conversion.replaced) == 5
     torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)
+
+
+class Batched(Block):
+    """A norm over the batch reads its stream, and hides in training alone what all samples are shifted by."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch, self.out = nn.BatchNorm1d(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.out(self.batch(super().forward(x).flatten(0, 1)).view_as(x))
+
+
+def test_what_norms_over_a_batch_hide_in_training_is_not_centered():
+    model = wrap(built(Batched))
+    for trainable in (True, False):
+        assert [site.role for site in convert(model, trainable=trainable).replaced] == ["final"]

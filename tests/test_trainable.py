@@ -1,6 +1,7 @@
 """Trainable conversions take the same steps as the Pre-LN models they come from."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from zoo import apart, fresh, perturb, tiny, trained
 
 from normgeo import convert, wrap
-from normgeo.conversion.gauge import find_gauge
+from normgeo.conversion.gauge import Shift, find_gauge
 from normgeo.conversion.trainable import bake
 from normgeo.errors import ConversionError
 from normgeo.examples import example_inputs
@@ -112,7 +113,11 @@ def test_a_gauge_of_evaluation_is_none_of_training():
     model = tiny("gpt2")
     with pytest.raises(ConversionError, match="not equal to its original in training"):
         convert(model, trainable=True, gauge=find_gauge(model))
-    assert convert(model, trainable=True, gauge=find_gauge(model, training=True)).certificate.passed
+    gauge = find_gauge(model, training=True)
+    assert convert(model, trainable=True, gauge=gauge).certificate.passed
+    seen = replace(gauge, writers=(*gauge.writers, Shift("transformer.h.0.mlp.c_fc.weight", 0)))
+    with pytest.raises(ConversionError, match="not equal to its original in evaluation"):
+        convert(model, trainable=True, gauge=seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

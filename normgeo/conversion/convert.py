@@ -153,8 +153,7 @@ def _converted(
     recipe: dict[str, Any] = {"to": to, "norms": {}, "recenter": [], "outputs": list(looked_at())}
     means = center_all(exact, gauge, inputs, recipe, structure=to == "crmsnorm") if to != "naive-rmsnorm" else {}
     chosen, kept, untouched = _sorted(gauge, means, to)
-    centered = to != "naive-rmsnorm"
-    recipe["norms"] = {site.name: spec_of(exact.get_submodule(site.name), site, centered) for site in chosen}
+    recipe["norms"] = {s.name: spec_of(exact.get_submodule(s.name), s, to != "naive-rmsnorm") for s in chosen}
     replace_norms(exact, chosen, recipe)
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
@@ -285,7 +284,8 @@ def _trainable(
     )  # fmt: skip
     a, b = (outputs_of(m.train(), inputs) for m in (original64, converted64))
     if not (certificate.passed and same(a, b, certificate.tolerance)):
-        raise ConversionError("the trainable model is not equal to its original in training; nothing was converted")
+        mode = "training" if certificate.passed else "evaluation"
+        raise ConversionError(f"the trainable model is not equal to its original in {mode}; nothing was converted")
     return Conversion(converted, certificate, tuple(chosen), kept, tuple(untouched), tuple(places), recipe, compared)
 
 

@@ -40,6 +40,7 @@ from normgeo.conversion.probing import (
     float64_copy,
     generic_copy,
     handed_on,
+    in_mode,
     outputs_of,
     plain_norms,
     same,
@@ -148,7 +149,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     if not any(site.kind == "layernorm" for site in sites):
         return Gauge((), sites=sites, functions=functions)
     del exact  # as large as the model, in float64
-    probe, gains = plain_norms(generic_copy(model, inputs).train(training), sites)
+    probe, gains = plain_norms(in_mode(generic_copy(model, inputs), training), sites)
     known = dict(probe.named_parameters()).keys()  # of a module that has several names one is
     shared = {name: known & set(group) for group in tied(model) for name in group}  # the probe is untied
     return replace(_Probe(probe, sites, gains, inputs, shared).gauge(), functions=functions)

@@ -29,7 +29,7 @@ from normgeo.trace import is_leaf
 
 __all__ = [
     "INVISIBLE", "HandedOn", "Place", "Use", "around_another", "float64_copy", "generic_copy", "handed_on",
-    "in_float64", "looked_at", "looking_at", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
+    "in_float64", "in_mode", "looked_at", "looking_at", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
     "untie", "with_padding",
 ]  # fmt: skip
 
@@ -144,6 +144,14 @@ def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: boo
         outputs_of(probe, inputs)
     except ModelError:
         return float64_copy(model, tied=tied)
+    return probe
+
+
+def in_mode(probe: PreTrainedModel, training: bool) -> PreTrainedModel:
+    """The probe in training or evaluation, but for norms over the batch: what they hide in training alone is seen."""
+    for module in probe.train(training).modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.eval()
     return probe
 
 
