@@ -1,5 +1,6 @@
 """What a checkpoint would not tell is refused, and nothing is left behind."""
 
+import accelerate
 import pytest
 import torch
 import zoo
@@ -57,6 +58,16 @@ def test_what_a_checkpoint_would_not_tell_is_not_saved(change, message, tmp_path
     conversion = convert(model)
     assert conversion.certificate.passed  # in memory it is equal
     with pytest.raises(ConversionError, match=message):
+        save(conversion, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_was_offloaded_is_not_saved(tmp_path):
+    conversion = convert(zoo.tiny("gpt_neox"))
+    accelerate.cpu_offload(conversion.model, execution_device="cpu")
+    with pytest.raises(
+        ConversionError, match=r"embed_in\.weight of GPTNeoX\w+ is on the disk or waits on the CPU: save"
+    ):
         save(conversion, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

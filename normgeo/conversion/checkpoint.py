@@ -132,7 +132,11 @@ def _stored(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
-    """Refuse what class, configuration and recipe do not tell: another model would be loaded."""
+    """Refuse what class, configuration and recipe do not tell: another model would be loaded, or none."""
+    if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ConversionError(
+            f"{absent} of {type(model).__name__} is on the disk or waits on the CPU: save it before it is offloaded"
+        )
     for name, module in model.named_modules():
         hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
         if not all(map(_told, hooks)):
