@@ -167,7 +167,7 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
     """A deep copy of a module, with `memo` in the place of what has these ids.
 
     Raises:
-        ModelError: it cannot be copied, as what holds a lock or an open file.
+        ModelError: it cannot be copied, as what holds a lock, an open file or what cannot be copied itself.
     """
     # every module has ten sets and dictionaries of hooks, mostly empty, which take half the time to copy
     empty = (
@@ -179,8 +179,9 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
     instead: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in kept}
     try:
         return copy.deepcopy(module, instead | {id(value): type(value)() for value in empty} | (memo or {}))
-    except TypeError as error:
-        raise ModelError(f"{type(module).__name__} cannot be copied, which this takes: {error}") from error
+    except Exception as error:  # whatever copying a part of a model raises
+        what = f"{type(module).__name__} cannot be copied, which this takes"
+        raise ModelError(f"{what}: {first_line(error)}") from error
 
 
 def _tensors(value: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:

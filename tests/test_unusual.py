@@ -360,13 +360,23 @@ def test_a_gain_of_another_name_is_found_at_every_width(width, heads):
     assert len(convert(model).replaced) == 5
 
 
+class Single:
+    """Of which there is one."""
+
+    def __deepcopy__(self, memo):
+        raise ValueError("cannot pickle it")
+
+
 @pytest.mark.parametrize(
-    ("where", "do"),
-    [("final_layer_norm", find_sites), ("final_layer_norm", convert), ("layers.0", find_gauge), ("layers.0", convert)],
-)
-def test_a_module_that_cannot_be_copied_is_one_error(where, do):
+    ("where", "do", "held"),
+    [
+        ("final_layer_norm", find_sites, threading.Lock()), ("final_layer_norm", convert, threading.Lock()),
+        ("layers.0", find_gauge, Single()), ("layers.0", convert, threading.Lock()),
+    ],
+)  # fmt: skip
+def test_a_module_that_cannot_be_copied_is_one_error(where, do, held):
     model = zoo.tiny("gpt_neox")
-    model.gpt_neox.get_submodule(where).lock = threading.Lock()
+    model.gpt_neox.get_submodule(where).held = held
     with pytest.raises(ModelError, match=r"(LayerNorm|ForCausalLM) cannot be copied, which this takes: cannot pickle"):
         do(model)
 
