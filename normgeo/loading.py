@@ -18,6 +18,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.utils.import_utils import is_peft_available
 
 from normgeo.cards import EMBEDDED, TABLE_1
@@ -237,13 +238,23 @@ def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[P
         options["trust_remote_code"] = True
         causal = "AutoModelForCausalLM" in raw["auto_map"]
         return config, transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    return config, _named(config) or _headless(config)
+    return config, _named(config) or _registered(config) or _headless(config)
 
 
 def _named(config: PretrainedConfig) -> Any | None:
     """The class of transformers that a configuration names first; None where it names none."""
     found = (getattr(transformers, str(name), None) for name in config.architectures or ())
     return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+
+
+def _registered(config: PretrainedConfig) -> Any | None:
+    """The class of one's own that a configuration names first, of those that an Auto class of transformers was told."""
+    tables = (
+        getattr(auto, "_model_mapping", {}) for n, auto in vars(modeling_auto).items() if n.startswith("AutoModel")
+    )
+    told = (table.get(type(config), None) for table in tables)
+    classes = {cls.__name__: cls for cls in told if isinstance(cls, type)}
+    return next((classes[name] for name in config.architectures or () if name in classes), None)
 
 
 def _headless(config: PretrainedConfig) -> Any:

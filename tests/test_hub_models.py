@@ -145,3 +145,26 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_said_to_be_left_out(monkeypat
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", failing)
     with pytest.warns(UserWarning, match="org/model goes without its tokenizer: the hub does not give it .503 Service"):
         assert load_tokenizer("org/model") is None
+
+
+class OwnConfig(transformers.GPT2Config):
+    model_type = "own"
+
+
+class OwnModel(transformers.GPT2Model):
+    config_class = OwnConfig
+
+
+class OwnLM(transformers.GPT2LMHeadModel):
+    config_class = OwnConfig
+
+
+def test_a_class_of_one_s_own_that_transformers_was_told_of_has_its_head(tmp_path, monkeypatch):
+    """It was loaded without, and without a word where the head is tied, so that its checkpoint has no weights of it."""
+    model = OwnLM(OwnConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=96)).eval()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setitem(transformers.CONFIG_MAPPING._extra_content, "own", OwnConfig)
+    for auto, cls in ((transformers.AutoModel, OwnModel), (transformers.AutoModelForCausalLM, OwnLM)):
+        monkeypatch.setitem(auto._model_mapping._extra_content, OwnConfig, cls)
+    read, ids = load_model(tmp_path), torch.arange(3, 13)[None]
+    torch.testing.assert_close(read(ids)["logits"], model(ids).logits)
