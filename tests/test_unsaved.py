@@ -1,5 +1,8 @@
 """What a checkpoint would not tell is refused, and nothing is left behind."""
 
+import copy
+from dataclasses import replace
+
 import accelerate
 import pytest
 import torch
@@ -62,8 +65,12 @@ def test_what_a_checkpoint_would_not_tell_is_not_saved(change, message, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_was_offloaded_is_not_saved(tmp_path):
+def test_a_model_that_was_offloaded_or_adapted_since_is_not_saved(tmp_path):
     conversion = convert(zoo.tiny("gpt_neox"))
+    adapted = replace(conversion, model=copy.deepcopy(conversion.model))
+    adapted.model.gpt_neox.layers[0].mlp.lora_A = torch.nn.Linear(32, 4)
+    with pytest.raises(ConversionError, match=r"mlp\.lora_A\.bias and 1 more would be missing.*merge adapters"):
+        save(adapted, tmp_path / "out")
     accelerate.cpu_offload(conversion.model, execution_device="cpu")
     with pytest.raises(
         ConversionError, match=r"embed_in\.weight of GPTNeoX\w+ is on the disk or waits on the CPU: save"

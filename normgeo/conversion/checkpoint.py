@@ -151,7 +151,7 @@ def _check_told(model: PreTrainedModel, recipe: dict[str, Any]) -> None:
         raise ConversionError(
             f"{type(model).__name__} is not what its class and configuration tell: {wrong[0]}{others} would be "
             "missing or have another shape where it is loaded; let the configuration say what was "
-            "changed, and take pruning and parametrizations off"
+            "changed, merge adapters, and take pruning and parametrizations off"
         )
     if any(isinstance(module, Centered) for module in model.modules()):
         raise ConversionError(
