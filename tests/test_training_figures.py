@@ -102,6 +102,23 @@ def test_panels_of_all_layers_are_alike_and_ask_no_others(frame):
     assert [axes.xaxis.get_tick_params()["labelbottom"] for axes in drawn.axes] == [s.is_last_row() for s in rows]
 
 
+def test_norms_without_room_below_the_others_go_on_beside_them(frame, monkeypatch):
+    """The layout of 200 norms below each other took most of the time that their figure did."""
+    monkeypatch.setattr(training_figures, "MOST_ROWS", 12, raising=False)
+    sites, shallow = [site for site, _, _ in SITES], 13
+    frame = frame[(frame.model == "layernorm") | frame.site.isin(sites[:shallow])]
+    drawn = training_figures.all_layers(frame, "uniform")
+    for axes, (row, (first, model)) in zip(
+        drawn.axes, itertools.product(range(9), itertools.product((0, 9, 18), ("layernorm", "rmsnorm"))), strict=True
+    ):
+        if first + row < (len(sites) if model == "layernorm" else shallow):
+            shown(axes, frame, model, sites[first + row], "uniform")
+            assert axes.get_title() == (training_figures.NAMES[model] if row == 0 else "")
+            assert bool(axes.get_ylabel()) == (model == "layernorm" or first > 0)
+        else:
+            assert not axes.get_visible()
+
+
 @pytest.mark.parametrize("unknown", [None, STEPS[1]])
 def test_a_map_has_a_row_for_every_norm_in_order_and_a_column_for_every_step(frame, unknown):
     frame = frame.assign(mean_deg=frame.mean_deg.mask(frame.step == unknown))

@@ -21,6 +21,9 @@ __all__ = ["NAMES", "all_layers", "curves", "heat_map", "middle_layer", "one_lay
 NAMES = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "pre-rmsnorm": "Pre-RMSNorm", "pre-crmsnorm": "Pre-CRMSNorm"}
 Direction = Literal["uniform", "random_a", "random_b"]
 
+MOST_ROWS = 65
+"""Norms below each other: those of 32 layers. To lay out rows takes time as the square of their number."""
+
 
 def _named(model: str) -> str:
     return NAMES.get(model, model)
@@ -139,28 +142,32 @@ def one_layer(frame: pd.DataFrame, layer: int) -> matplotlib.figure.Figure:
 def all_layers(frame: pd.DataFrame, direction: Direction) -> matplotlib.figure.Figure:
     """Angles to one direction before every norm by training step: *Geometry* fig. 14-37.
 
-    A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side.
+    A row per norm, in the order of the model, a column per model: LayerNorm and RMSNorm side by side. Norms of which
+    there are more than `MOST_ROWS` go on beside the first ones.
     """
     models = _models(frame)
     pre = frame[frame.phase == "pre"]
-    norms = [[here for _, here in pre[pre.model == model].groupby("site", sort=False)] for model in models]
-    names = [list(map(_short, column)) for column in norms]
-    rows = max(map(len, names))
-    figure = _figure(0.8 + 0.95 * rows, len(models))
-    grid, steps, drawn = figure.subplots(rows, len(models), squeeze=False), np.unique(frame.step), list[Axes]()
+    norms = {model: [here for _, here in pre[pre.model == model].groupby("site", sort=False)] for model in models}
+    most = max(map(len, norms.values()))
+    rows = math.ceil(most / math.ceil(most / MOST_ROWS))
+    columns = [(model, norms[model][first : first + rows]) for first in range(0, most, rows) for model in models]
+    names = [list(map(_short, column)) for _, column in columns]
+    figure = _figure(0.8 + 0.95 * rows, len(columns))
+    grid, steps, drawn = figure.subplots(rows, len(columns), squeeze=False), np.unique(frame.step), list[Axes]()
     for axes in grid.flat:
         axes.label_outer()
-    for column, model in enumerate(models):
-        own, rest = np.split(grid[:, column], [len(names[column])])
-        for axes, here, name in zip(own, norms[column], names[column], strict=True):
+    for column, (model, part) in enumerate(columns):
+        own, rest = np.split(grid[:, column], [len(part)])
+        for axes, here, name in zip(own, part, names[column], strict=True):
             _by_step(axes, here, {direction: COLORS[direction]}, steps)
             drawn.append(axes)
             if column == 0 or names[column] != names[column - 1]:  # models of other depths have other rows
                 axes.set_ylabel(name)
                 axes.tick_params(labelleft=True)
-        own[0].set_title(_title(model, len(models)))
-        own[-1].set_xlabel("training step")
-        own[-1].tick_params(labelbottom=True)
+        if part:  # a model of fewer layers than others has nothing more beside them
+            own[0].set_title(_title(model, len(columns)))
+            own[-1].set_xlabel("training step")
+            own[-1].tick_params(labelbottom=True)
         for axes in rest:
             axes.set_visible(False)
     _alike(drawn)
