@@ -126,6 +126,9 @@ def test_rows_are_read_side_by_side_and_a_few_ahead_alone(home, url, monkeypatch
     waited.clear()
     angles_from_store(url, null=8, progress=False)
     assert not [name for name in waited if "/tokens/" in name]
+    waited.clear()
+    assert verify(url, progress=False)[1] == []
+    assert not [name for name in waited if name.startswith(("commits/", "state/", "hidden.zarr/sites/"))]
     found = storage.each(lambda n: ahead.append(n) or n, range(1000))
     assert [next(found), next(found)] == [0, 1]
     found.close()

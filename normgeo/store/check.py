@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum
@@ -47,25 +48,41 @@ def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, l
     for name, sha256 in record.get("results", {}).items():
         problems += file_problems(storage, name, sha256)
     rows = range(layout.rows) if record["status"] == "complete" else committed_rows(storage)
-    length = {row: layout.stop(row) - layout.start(row) for row in rows}
-    with progress_bar(str(storage), sum(length.values()), enabled=progress) as advance:
-        for row in rows:
-            chunks, found = _row_problems(storage, layout, row, store)
-            checked, problems = checked + chunks, problems + found
-            advance(length[row])
+    with progress_bar(
+        str(storage), sum(layout.stop(row) - layout.start(row) for row in rows), enabled=progress
+    ) as advance:
+        for check, found in storage.each(lambda check: (check, check.run()), _checks(storage, layout, rows, store)):
+            checked, problems = checked + check.chunks, problems + found
+            advance(check.tokens)
     return checked, problems
 
 
-def _row_problems(storage: Storage, layout: Layout, row: int, store: str) -> tuple[int, list[str]]:
-    """How many chunks of a row were checked, and what is wrong with them, its record and its statistics."""
-    try:
-        commit = read_commit(storage, row, store)
-    except StoreError as error:
-        return 0, [str(error)]
-    sums = {f"hidden.zarr/{spec.chunk_file(row)}": commit.chunks[spec.name] for spec in layout.arrays}
-    found = storage.each(lambda item: _chunk_problems(storage, item[0], *item[1]), sums.items())
-    of_state = file_problems(storage, state_file(row), commit.state)
-    return len(sums), [*itertools.chain.from_iterable(found), *of_state]
+class _Check(NamedTuple):
+    """What tells what is wrong with a file, how many chunks that is, and how many tokens have been seen with it."""
+
+    run: Callable[[], list[str]]
+    chunks: int = 0
+    tokens: int = 0
+
+
+def _checks(storage: Storage, layout: Layout, rows: Sequence[int], store: str) -> Iterator[_Check]:
+    """Those of all rows, one after the other: of what a record names, or of the record. Some are read ahead."""
+
+    def record(row: int) -> Commit | str:
+        try:
+            return read_commit(storage, row, store)
+        except StoreError as error:
+            return str(error)
+
+    for row, commit in zip(rows, storage.each(record, rows), strict=True):
+        tokens = layout.stop(row) - layout.start(row)
+        if isinstance(commit, str):
+            yield _Check(functools.partial(list, [commit]), tokens=tokens)
+            continue
+        for spec in layout.arrays:
+            file, sums = f"hidden.zarr/{spec.chunk_file(row)}", commit.chunks[spec.name]
+            yield _Check(functools.partial(_chunk_problems, storage, file, *sums), chunks=1)
+        yield _Check(functools.partial(file_problems, storage, state_file(row), commit.state), tokens=tokens)
 
 
 def interrupted(storage: Storage) -> dict[str, Any]:
