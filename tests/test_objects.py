@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from bucket import LOST, served
 from forked import Forked
 from stores import CONTEXT, captured, config, content, unfinished
@@ -129,6 +130,17 @@ def test_rows_are_read_side_by_side_and_a_few_ahead_alone(home, url, monkeypatch
     waited.clear()
     assert verify(url, progress=False)[1] == []
     assert not [name for name in waited if name.startswith(("commits/", "state/", "hidden.zarr/sites/"))]
+    waited.clear()
+    hidden = (found := HiddenStateStore(url)).open(found.sites[0].key)
+    whole = np.asarray(hidden)
+    assert len(found.tokens("id")) == len(whole)
+    for rows in ([*hidden], *(torch.cat([*hidden.batches(n)]) for n in (7, 64, 130, 699, 900))):
+        np.testing.assert_array_equal(rows, whole)
+    assert not [name for name in waited if "/c." in name]
+    read_at_all.clear()
+    next(batches := hidden.batches(7))
+    batches.close()
+    assert len(read_at_all) <= storage.threads < len(found.commit_log)
     found = storage.each(lambda n: ahead.append(n) or n, range(1000))
     assert [next(found), next(found)] == [0, 1]
     found.close()

@@ -23,7 +23,7 @@ from normgeo.models import dtype_name, on_cpu
 from normgeo.store.check import interrupted, length_problems, metadata_problems
 from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_record, read_state, write_record
 from normgeo.store.objects import storage_at
-from normgeo.store.reader import ChunkReader, HiddenStateStore
+from normgeo.store.reader import HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
 from normgeo.store.storage import Storage
 from normgeo.store.writer import StoreWriter
@@ -384,5 +384,5 @@ def _check_tokens(store: HiddenStateStore, tokens: TokenStream) -> None:
         batches = tokens.batches(stop, 1, tokens.batch_start(start, 1))
         some = [batch for batch in batches if batch.start + batch.n_tokens > start]
         now = np.concatenate([batch.ids.ravel() for batch in some])[start - some[0].start :]
-        if not np.array_equal(now, ChunkReader(store, ids, row).read(stop - start)):
+        if not np.array_equal(now, store.reader(ids, row).read(stop - start)):
             raise StoreError(f"{store.storage} holds other tokens in row {row}: another tokenizer or other data")

@@ -7,8 +7,7 @@ import itertools
 import json
 import re
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 import zarr
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from normgeo.errors import NormGeoError, StoreError
-from normgeo.kernels.checksum import checksum
 from normgeo.numbers import check_numbers
 from normgeo.packing import Context
 from normgeo.sites import NormSite
+from normgeo.store.chunks import ChunkReader, reading
 from normgeo.store.layout import (
     TOKENS,
-    TRAILER,
     ArraySpec,
     Commit,
     array_in,
@@ -44,64 +42,7 @@ from normgeo.store.rebuild import Rebuild, standardized
 from normgeo.store.storage import Storage
 from normgeo.tokens import TokenStream
 
-__all__ = ["ChunkReader", "HiddenStateStore", "HiddenStates", "seen"]
-
-
-class ChunkReader:
-    """Reads one array from the beginning of a row on; every chunk is read whole, and checked before any of it is given.
-
-    Args:
-        store: the store.
-        spec: the array.
-        row: where to begin.
-        pool: reads what is expected before it is asked for; without one, reading happens when it is asked for.
-    """
-
-    def __init__(self, store: HiddenStateStore, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> None:
-        self.store, self.spec, self._pool = store, spec, pool
-        self._row, self._given, self._expected = row, store.layout.start(row), store.layout.start(row)
-        self._coming: deque[Callable[[], np.ndarray]] = deque()
-        self._rest = np.empty(0, np.uint8)
-
-    def expect(self, n: int) -> None:
-        """Begin to read the chunks that hold the `n` tokens after those that are expected already."""
-        self._expected += n
-        while self._row * self.store.layout.chunk < self._expected:
-            fetch = functools.partial(self._chunk, self._row)
-            self._coming.append(self._pool.submit(fetch).result if self._pool else fetch)
-            self._row += 1
-
-    def read(self, n: int) -> Shaped[np.ndarray, ...]:
-        """The next `n` tokens as they are stored: [vectors, d], or [tokens].
-
-        Raises:
-            StoreError: a chunk is missing, truncated, or not what was committed.
-        """
-        self._given += n
-        self.expect(max(0, self._given - self._expected))
-        left, pieces = n * self.spec.token_bytes, list[np.ndarray]()
-        while left:
-            if not len(self._rest):
-                self._rest = self._coming.popleft()()
-            pieces.append(self._rest[:left])
-            left, self._rest = left - len(pieces[-1]), self._rest[left:]
-        out = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
-        values = out.view(self.spec.stored)
-        return values.reshape(-1, self.spec.width) if self.spec.width else values
-
-    def _chunk(self, row: int) -> np.ndarray:
-        """The bytes of a chunk's committed tokens."""
-        layout, storage, name = self.store.layout, self.store.storage, f"hidden.zarr/{self.spec.chunk_file(row)}"
-        n, crc = self.store.committed[row].chunks[self.spec.name]
-        try:
-            found = storage.read_range(name, 0, n + TRAILER + 1)  # a byte more than there should be
-        except OSError as error:
-            raise StoreError(f"{storage.at(name)} cannot be read: {error}") from error
-        if len(found) != n + TRAILER or checksum(found[:n]) != crc:
-            raise StoreError(
-                f"{storage.at(name)} is damaged: it is not what was committed; normgeo verify names all that is"
-            )
-        return found[: (layout.stop(row) - layout.start(row)) * self.spec.token_bytes]
+__all__ = ["HiddenStateStore", "HiddenStates", "seen"]
 
 
 class HiddenStates:
@@ -150,8 +91,8 @@ class HiddenStates:
         return as_numbers(self._between(first, last), self.spec.dtype)[:: wanted.step]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        for row in range(len(self._store.commit_log)):
-            yield from self.chunk(row)
+        for found in self._stored(self._store.layout.chunk):
+            yield from as_numbers(found, self.spec.dtype)
 
     def chunk(self, row: int) -> np.ndarray:
         """The numbers of the committed vectors of a row of chunks."""
@@ -164,7 +105,8 @@ class HiddenStates:
         heads, chunk = self.spec.heads, self._store.layout.chunk
         row = start // heads // chunk
         before = row * chunk * heads
-        found = ChunkReader(self._store, self.spec, row).read(max(0, -(-stop // heads) - row * chunk))
+        with reading(self._store.storage.threads) as pool:
+            found = self._store.reader(self.spec, row, pool).read(max(0, -(-stop // heads) - row * chunk))
         return found[start - before : stop - before]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -204,9 +146,20 @@ class HiddenStates:
         return self._batches(n_tokens)
 
     def _batches(self, n_tokens: int) -> Iterator[Tensor]:
-        reader = ChunkReader(self._store, self.spec)
-        for start in range(0, self._store.n_tokens, n_tokens):
-            yield as_torch(reader.read(min(n_tokens, self._store.n_tokens - start)), self.spec.dtype)
+        for found in self._stored(n_tokens):
+            yield as_torch(found, self.spec.dtype)
+
+    def _stored(self, n_tokens: int) -> Iterator[np.ndarray]:
+        """What is stored of all committed vectors, of so many tokens at once; chunks are read side by side, ahead."""
+        threads, end = self._store.storage.threads, self._store.n_tokens
+        ahead = min(end, max(n_tokens, threads * self._store.layout.chunk))
+        with reading(threads) as pool:
+            reader = self._store.reader(self.spec, pool=pool)
+            reader.expect(ahead)
+            for start in range(0, end, n_tokens):
+                found = reader.read(min(n_tokens, end - start))
+                reader.expect(min(n_tokens, max(0, end - ahead - start)))
+                yield found
 
 
 def seen(store: HiddenStateStore, rows: int | None = None) -> str:
@@ -320,6 +273,10 @@ class HiddenStateStore:
             raise StoreError(f"{name} is not stored; it follows from inputs: derived(site, {phase!r}, inputs)")
         raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
 
+    def reader(self, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> ChunkReader:
+        """What reads an array from the beginning of a row on."""
+        return ChunkReader(self.storage, self.layout, self.committed, spec, row, pool)
+
     def open(self, site: str, phase: str = "pre") -> HiddenStates:
         """The hidden states of the site with this key before (`pre`) or after its norm, as far as they are stored."""
         return HiddenStates(self, self.spec(site, phase))
@@ -332,7 +289,8 @@ class HiddenStateStore:
         """
         if name not in TOKENS:
             raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
-        return ChunkReader(self, self.layout.arrays[TOKENS.index(name)]).read(self.n_tokens)
+        with reading(self.storage.threads) as pool:
+            return self.reader(self.layout.arrays[TOKENS.index(name)], pool=pool).read(self.n_tokens)
 
     def rebuild(self, site: NormSite) -> Rebuild:
         """How a site's output follows from its input.
@@ -384,7 +342,7 @@ class HiddenStateStore:
 
     def _contexts(self, start: int = 0) -> Iterator[Context]:
         def tokens_of(commit: Commit) -> np.ndarray:
-            readers = [ChunkReader(self, spec, commit.row) for spec in self.layout.arrays[: len(TOKENS)]]
+            readers = [self.reader(spec, commit.row) for spec in self.layout.arrays[: len(TOKENS)]]
             return np.stack([reader.read(commit.stop - commit.start) for reader in readers])
 
         rest, done = np.empty((len(TOKENS), 0), np.int64), 0  # how a context begins, and tokens before it

@@ -35,7 +35,7 @@ from normgeo.models import on_cpu
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, select_sites
 from normgeo.store.layout import as_numpy, as_torch
-from normgeo.store.reader import ChunkReader, HiddenStateStore, seen
+from normgeo.store.reader import HiddenStateStore, seen
 from normgeo.store.rebuild import Rebuild
 from normgeo.store.workers import cluster, in_order, threads
 from normgeo.system.files import check_folder, write_json
@@ -350,8 +350,8 @@ class _Replay:
     ) -> None:
         self.store, self.site = store, site
         self.differs = rebuild is not None and not rebuild.bit_equal
-        self._pre = ChunkReader(store, store.spec(site.key, "pre"), row, pool)
-        self._post = ChunkReader(store, store.spec(site.key, "post"), row, pool) if rebuild is None else None
+        self._pre = store.reader(store.spec(site.key, "pre"), row, pool)
+        self._post = store.reader(store.spec(site.key, "post"), row, pool) if rebuild is None else None
         self._rebuild, self._at, self._crc = rebuild, store.layout.start(row), 0
 
     def expect(self, n: int) -> None:
