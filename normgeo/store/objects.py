@@ -55,13 +55,13 @@ def storage_at(address: str | Path | Storage) -> Storage:
     """The storage at a directory or at a URL, s3://bucket/prefix or gs://bucket/prefix.
 
     Raises:
-        StoreError: another kind of URL, obstore is not installed, or the bucket cannot be reached.
+        StoreError: another kind of URL or one that was a Path, obstore is not installed, or the bucket is out of reach.
     """
     if isinstance(address, Storage):
         return address
     text = str(address)
-    if isinstance(address, Path) and re.match(r"\w+:/[^/]", text):
-        raise StoreError(f"{text} was a URL before it became a Path; give it as a string")
+    if re.match(r"\w+:/[^/]", text):
+        raise StoreError(f"{text} has lost a slash, as URLs do that become a Path; give it as a string, with ://")
     if "://" not in text:
         return Disk(Path(text))
     if text.split("://")[0] not in SCHEMES:
