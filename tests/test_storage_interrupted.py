@@ -1,6 +1,7 @@
 """What a power cut or a kill may leave of a storage, and which writers are dead."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,3 +134,15 @@ def test_only_a_writer_that_would_be_seen_here_is_dead(monkeypatch, error, chang
 
     monkeypatch.setattr(os, "kill", kill)
     assert is_dead(read_holder(holder("run")) | changes) is dead
+
+
+@pytest.mark.parametrize("told", ["boot_id", "pid"])
+def test_process_numbers_are_those_of_a_boot_and_a_container(monkeypatch, tmp_path, told):
+    lock = read_holder(holder("run"))
+    monkeypatch.setattr("normgeo.store.holder.psutil.pid_exists", lambda pid: False)
+    assert is_dead(lock)
+    (tmp_path / told).touch()
+    monkeypatch.setattr(
+        "normgeo.store.holder.Path", lambda path: tmp_path / told if path.endswith(told) else Path(path)
+    )
+    assert not is_dead(lock)
