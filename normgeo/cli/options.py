@@ -58,7 +58,7 @@ def refuse_beside(given: typer.Context, option: str, *allowed: str) -> None:
     Args:
         given: of the command.
         option: the option.
-        allowed: options, and arguments by their names, that may be given too.
+        allowed: options, at least one, and arguments by their names, that may be given too.
 
     Raises:
         NormGeoError: others were given.
@@ -67,6 +67,5 @@ def refuse_beside(given: typer.Context, option: str, *allowed: str) -> None:
     said = [p for p, source in sources if source is not None and source.name == "COMMANDLINE"]
     if others := [p for p in said if p.opts[0] not in (option, *allowed)]:
         names = ", ".join(p.opts[0] if p.opts[0].startswith("-") else str(p.metavar or p.name).upper() for p in others)
-        options = [name for name in allowed if name.startswith("-")]
-        beside = f"only {', '.join(options)} may be given" if options else "nothing else may be given"
-        raise NormGeoError(f"leave out {names}: beside {option} {beside}")
+        options = ", ".join(name for name in allowed if name.startswith("-"))
+        raise NormGeoError(f"leave out {names}: beside {option} only {options} may be given")
