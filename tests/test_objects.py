@@ -16,6 +16,7 @@ import pytest
 import torch
 from bucket import LOST, served
 from forked import Forked
+from obstore.store import from_url
 from stores import CONTEXT, captured, config, content, unfinished
 from test_ranks import by_ranks
 
@@ -268,6 +269,14 @@ def test_a_second_writer_is_refused(home, url):
     assert remote_content(url) == before
     resume_capture(url, progress=False)
     assert HiddenStateStore(url).n_tokens == 450
+
+
+def test_a_bucket_that_is_gone_meanwhile_is_said(url, monkeypatch):
+    storage = storage_at(url)
+    monkeypatch.setattr(storage, "_client", from_url("s3://gone/store"))
+    for do in (storage.read, lambda name: storage.put(name, b""), lambda name: storage.create(name, b"")):
+        with pytest.raises(StoreError, match="there is no bucket bucket; create it"):
+            do("a")
 
 
 def test_of_a_folder_the_shallowest_file_is_there_last(url, monkeypatch):
