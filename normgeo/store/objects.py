@@ -331,7 +331,7 @@ class Objects(Storage):
             return version_of(meta)
 
     def _renew(self, ended: threading.Event) -> None:
-        while not ended.wait(LEASE_SECONDS / 4) and not self._lost.is_set():
+        while not ended.wait(LEASE_SECONDS / 4):
             self._renewed()
 
     def _follow(self, run: str, ended: threading.Event) -> None:
