@@ -44,6 +44,15 @@ def test_a_network_that_fails_for_a_while_is_no_loss_of_the_lock(storage, monkey
         assert storage._renewed()
 
 
+def test_a_lock_is_renewed_before_the_runs_other_processes_miss_it(storage):
+    waited = []
+    with storage.writing():
+        before = storage._held.times
+        storage._renew(SimpleNamespace(wait=lambda seconds: waited.append(seconds) or len(waited) > 3))
+        assert storage._held.times == before + 3
+    assert max(waited) + LEASE_SECONDS / 8 < LEASE_SECONDS / 2  # when they look, and when they give up
+
+
 @pytest.mark.parametrize("ahead", [-1000, 1000])
 def test_the_time_is_that_of_the_service_whatever_the_clock_here(storage, monkeypatch, ahead):
     class Clock(datetime.datetime):
