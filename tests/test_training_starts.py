@@ -1,6 +1,7 @@
 """What a new training finds: directories and data that others change meanwhile; and what one leaves that fails."""
 
 import errno
+import hashlib
 import json
 import os
 
@@ -13,7 +14,7 @@ from normgeo.errors import DataError, RunError
 from normgeo.tokens import SAMPLE
 from normgeo.training import runs
 from normgeo.training.runs import TrainConfig, output, resume_training, start_training
-from normgeo.training.state import latest_state, named, save_state
+from normgeo.training.state import check_weights, latest_state, load_state, named, save_state, weights_in
 from normgeo.training.train import Trainer
 
 
@@ -132,6 +133,34 @@ def test_one_state_stays_and_is_told_from_another_of_its_name(tmp_path):
     one, other = (latest_state(tmp_path / name) for name in ("one", "other"))
     assert one.name == other.name == "state-00000003"
     assert named(one) != named(other)
+
+
+def test_of_several_states_that_a_kill_left_the_last_is_gone_on_from(tmp_path):
+    for step in (2, 9, 7, 5):
+        (tmp_path / f"state-{step:08}").mkdir()
+    assert latest_state(tmp_path).name == "state-00000009"
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{}"])
+def test_records_that_are_none(tmp_path, content):
+    """A state's is one line, and a checkpoint's that of another training, which says nothing of weights."""
+    save_state(tmp_path, 1, {"a": torch.zeros(1)}, {})
+    state = latest_state(tmp_path)
+    for record in (state / "state.json", tmp_path / "training.json"):
+        record.unlink(missing_ok=True) if content is None else record.write_text(content)
+    with pytest.raises(RunError, match="state-00000001 is damaged, or was written by another version"):
+        load_state(state)
+    check_weights(tmp_path)
+
+
+def test_weights_in_several_files_are_told_by_all_of_them(tmp_path):
+    for name in "cab":
+        (tmp_path / f"{name}.safetensors").write_text(name)
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in "abc"]
+    assert weights_in(tmp_path) == hashlib.sha256("".join(digests).encode()).hexdigest()
+    for name in "ab":
+        (tmp_path / f"{name}.safetensors").unlink()
+    assert weights_in(tmp_path) == digests[-1]
 
 
 def test_a_disk_that_is_full_for_the_log_is_said(tmp_path, monkeypatch):
