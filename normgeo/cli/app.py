@@ -114,7 +114,7 @@ def _interruptions() -> Iterator[None]:
     """What escapes after a signal is its interruption: compiled code that it is raised in may turn it into an error."""
     try:
         yield
-    except (KeyboardInterrupt, typer.Exit):
+    except typer.Exit:
         raise
     except Exception:
         if not _came:
