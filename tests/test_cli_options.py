@@ -160,6 +160,22 @@ def test_models_of_benchmarks_may_bring_their_code(monkeypatch, normgeo):
         assert "is made up, and has no revision 'main'" in normgeo("bench", *command, *NAMED)[2]
 
 
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"WORLD_SIZE": "2"}, False),  # of a batch system, which launches one
+        ({"LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_one_process_is_alone_wherever_it_was_launched(told, refused, normgeo, monkeypatch):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    status, _, said = normgeo("models")
+    assert (status, "models is done by one process, and 2 were launched" in said) == (refused, refused)
+
+
 def test_brackets_in_help_are_shown(normgeo):
     for command in ("angles", "capture", "compare"):
         shown = "".join(normgeo(command, "--help")[1].replace("│", "").split())

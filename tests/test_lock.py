@@ -28,6 +28,10 @@ def unreachable(*_, **__):
     raise GenericError("error sending request")
 
 
+def removed():
+    raise FileNotFoundError
+
+
 def test_who_has_lost_the_lock_leaves_it_to_another(storage):
     with storage.writing():
         storage._ob.put(storage._objects, "lock", holder("another"))
@@ -87,6 +91,7 @@ FOUND = {  # what is in the lock after so many seconds, and when it is lost: oth
     "silent": (lambda seconds: ("mine", min(seconds, 100) // 15), (90, 90 + LEASE_SECONDS)),
     "gone for a while": (lambda seconds: unreachable() if 100 < seconds < 120 else ("mine", seconds // 15), None),
     "gone": (lambda seconds: unreachable() if seconds > 100 else ("mine", seconds // 15), (90, 90 + LEASE_SECONDS)),
+    "removed": (lambda seconds: removed() if seconds > 100 else ("mine", seconds // 15), (100, 115)),
     "another's": (lambda seconds: ("mine" if seconds < 100 else "another", seconds), (100, 115)),
 }
 

@@ -283,8 +283,8 @@ def test_of_a_folder_the_shallowest_file_is_there_last(url, monkeypatch):
     """A kill in between leaves no group that lacks what is in it."""
     storage, put = storage_at(url), []
     monkeypatch.setattr(type(storage), "put", lambda self, name, content: put.append(name))
-    storage.publish("hidden.zarr", dict.fromkeys(("zarr.json", "a/zarr.json", "a/b/zarr.json"), b"{}"))
-    assert put == [f"hidden.zarr/{name}" for name in ("a/b/zarr.json", "a/zarr.json", "zarr.json")]
+    storage.publish("hidden.zarr", dict.fromkeys(("zarr.json", "zz/zarr.json", "zz/b/zarr.json"), b"{}"))
+    assert put == [f"hidden.zarr/{name}" for name in ("zz/b/zarr.json", "zz/zarr.json", "zarr.json")]
 
 
 def test_where_nothing_was_captured_nothing_is_left(home, url, monkeypatch):

@@ -133,6 +133,9 @@ def test_one_state_stays_and_is_told_from_another_of_its_name(tmp_path):
     one, other = (latest_state(tmp_path / name) for name in ("one", "other"))
     assert one.name == other.name == "state-00000003"
     assert named(one) != named(other)
+    (one / "state.json").unlink()
+    with pytest.raises(RunError, match="state-00000003 is damaged"):
+        named(one)
 
 
 def test_of_several_states_that_a_kill_left_the_last_is_gone_on_from(tmp_path):
