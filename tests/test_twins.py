@@ -11,7 +11,7 @@ from tokenizers import ByteLevelBPETokenizer
 from training_zoo import small, trained
 
 from normgeo import convert, find_sites, load_model
-from normgeo.errors import ConversionError
+from normgeo.errors import ConversionError, DataError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm
 from normgeo.tokens import TokenStream
@@ -165,11 +165,12 @@ def test_the_forms_overlap_in_float32(tmp_path, monkeypatch):
     figures.save(training_forms.plot(frame), tmp_path / "forms")
 
 
-def test_a_held_out_loss_is_the_mean_over_predictions():
-    """Of contexts of 16 tokens, and of one of 5: each has a prediction less than tokens."""
+@pytest.mark.parametrize("last", [5, 2, 1])
+def test_a_held_out_loss_is_the_mean_over_predictions(last):
+    """Of contexts of 16 tokens, and of a shorter one: each has a prediction less than tokens."""
     recipe, rng = small(), np.random.default_rng(0)
     model = build_twin("layernorm", recipe, 48).eval()
-    ids = rng.integers(0, 48, 3 * 16 + 5)
+    ids = rng.integers(0, 48, 3 * 16 + last)
     found = evaluate(model, TokenStream.from_array(ids, context=16), rows=2)
     losses = []
     for context in np.split(ids, [16, 32, 48]):
@@ -177,8 +178,10 @@ def test_a_held_out_loss_is_the_mean_over_predictions():
             logits = model(input_ids=torch.tensor(context[None])).logits[0].double()
         log_p = logits - logits.logsumexp(-1, keepdim=True)
         losses += [-log_p[k, context[k + 1]].item() for k in range(len(context) - 1)]
-    assert len(losses) == 3 * 15 + 4
+    assert len(losses) == 3 * 15 + last - 1
     assert found == pytest.approx(np.mean(losses), rel=1e-5)
+    with pytest.raises(DataError, match="has no two tokens in a row to predict"):
+        evaluate(model, TokenStream.from_array(ids[:, None]))
 
 
 def test_a_loss_is_in_float64_where_the_model_is():

@@ -237,8 +237,6 @@ def evaluate(model: PreTrainedModel, tokens: TokenStream, rows: int = 16) -> flo
         for batch in tokens.batches(None, rows):
             _check_id(model, int(batch.ids.max()), tokens.source)
             ids = torch.from_numpy(batch.ids).to(model.device)
-            if ids.shape[1] < 2:
-                continue
             total += loss_of(logits_of(model, ids), ids, "sum").item()
             count += ids[:, 1:].numel()
     if not count:
