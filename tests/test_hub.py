@@ -7,6 +7,7 @@ import pytest
 
 from normgeo import load_tokens
 from normgeo.errors import DataError
+from normgeo.hub import HubText
 from normgeo.training.corpus import open_corpus
 
 TEXTS = ["The first document is about rivers.", "A second one."]
@@ -73,6 +74,15 @@ class Counted:
     def __call__(self, *args, **kwargs):
         self.times += 1
         return self.function(huggingface_hub.HfApi(), *args, **kwargs)
+
+
+def test_a_row_has_text_or_none():
+    data = HubText("org/texts", "some", column="body")
+    assert [data.of({"body": text}) for text in ("A fox.", None)] == ["A fox.", ""]
+    with pytest.raises(DataError, match=r"^the column 'body' of org/texts@some:body should hold strings, received 3$"):
+        data.of({"body": 3})
+    with pytest.raises(DataError, match=r"has no column 'body'; its columns are id, text: give --data org/texts@some:"):
+        data.of({"id": 3, "text": "A fox."})
 
 
 def test_the_hub_is_read_where_its_text_is(tokenizer, monkeypatch):
