@@ -45,7 +45,7 @@ def unmeasured(monkeypatch):
     [
         (("norms", "--shapes", ","), "--shapes takes one or more, comma-separated; received ','"),
         (("norms", "--shapes", ""), "--shapes takes one or more, comma-separated; received ''"),
-        (("norms", "--dtype", ","), "--dtype takes one or more, comma-separated; received ','"),
+        (("norms", "--dtype", " , "), "--dtype takes one or more, comma-separated; received ' , '"),
         (
             ("norms", "--device", "meta"),
             "cannot use the device 'meta': Tensor.item() cannot be called on meta tensors;",
