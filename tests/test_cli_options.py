@@ -116,6 +116,19 @@ def test_train(called):
     )  # fmt: skip
 
 
+def test_what_is_not_given_is_as_in_python(called):
+    run = RunConfig(("m",))
+    assert called(runs, "start_run", "angles", "m", "--out", "here")[0] == (run, Path("here"))
+    capture = CaptureConfig(RunConfig(("m",), keep="none"))
+    assert called(capturing, "start_capture", "capture", "m", "--store", "s")[0] == (capture, "s")
+    assert called(comparison, "compare_run", "compare", "m", "--out", "here") == (
+        (run, Path("here")),
+        {"naive": False, "rounds": 7},
+    )
+    train = TrainConfig(), recipe_for("tiny"), Path("here")
+    assert called(training_runs, "start_training", "train", "--out", "here") == (train, {"board": False})
+
+
 NAMED = ("--revision", "main", "--trust-remote-code")
 OF_A_MODEL = {"revision": "main", "trust_remote_code": True}
 
