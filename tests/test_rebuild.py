@@ -1,5 +1,7 @@
 """Outputs rebuilt from inputs are those of the recipe to the last bit, whichever way they are computed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -131,3 +133,24 @@ def test_a_recipe_is_found_by_what_was_seen_where_a_norm_gives_other_shapes():
 
 def test_bits_of_another_dtype_are_others():
     assert not same_bits(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.bfloat16))
+
+
+class InFloat64(nn.Module):
+    """An RMSNorm whose gain is one more than it stores, and which no recipe is to the last bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(drawn(D, dtype=torch.float32, seed=-1))
+
+    def forward(self, x):
+        wide = x.double()
+        return ((1 + self.weight) * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + SITE.eps)).float()
+
+
+@torch.no_grad()
+def test_where_no_recipe_is_exact_it_is_the_nearest():
+    norm, x = InFloat64(), drawn(500, D, dtype=torch.float32, seed=0)
+    z = norm(x)
+    found = find_rebuild(norm, replace(SITE, kind="rmsnorm"), x, z)
+    assert (found.offset, found.bit_equal) == (1.0, False)
+    assert found.error == ((found(x, SITE.eps).double() - z.double()).abs().max() / z.abs().max()).item() < 1e-6
