@@ -326,6 +326,17 @@ def test_functions_around_the_model_itself_are_named(dtype):
         convert(wrap(module))
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["gauge found", "gauge given"])
+def test_a_function_over_weights_of_a_model_in_float64_is_named(given):
+    """A head by the table of the original, which is not centered, would pass for equal, and be in no checkpoint."""
+    module = built(Block).double()
+    gauge = find_gauge(wrap(module)) if given else None
+    del module.head
+    module.head = lambda h: functional.linear(h, module.tok.weight)
+    with pytest.raises(ModelError, match=r"a copy of Wrapped reads weights of the model.*; module\.head is a function"):
+        convert(wrap(module), gauge=gauge)
+
+
 def test_what_contains_itself_is_copied():
     module = built(Block)
     module.notes = {"of": [module.tok.weight]}

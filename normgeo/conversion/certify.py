@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from normgeo.agreement import Agreement, next_tokens
+from normgeo.conversion.copies import independent
 from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
@@ -217,12 +218,13 @@ def certify(
         unreached: parameters that the inputs before these did not reach.
 
     Raises:
-        ModelError: an output is NaN or infinite.
+        ModelError: an output is NaN or infinite, or the float64 copy reads the original's own weights.
     """
     absolute = relative = 0.0
     own, watch = _OwnDtype(original, converted), _SingleInside()
     for number, batch in enumerate([*inputs, *real]):
-        with watch:  # images of another size may be what positions are interpolated for in single precision
+        # images of another size may be what positions are interpolated for in single precision
+        with independent(original64, original), watch:
             truth = outputs_of(original64, batch)
         a, r = _worst(truth, outputs_of(converted64, batch))
         absolute, relative = max(absolute, a), max(relative, r)

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from transformers import PreTrainedModel
 
+from normgeo.conversion.copies import independent
 from normgeo.conversion.gradients import aligned, inverted, match, ratio, reached, vanishes
 from normgeo.conversion.probing import (
     INVISIBLE,
     HandedOn,
     Place,
     Use,
-    around_another,
     float64_copy,
     generic_copy,
     handed_on,
@@ -127,7 +127,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
 
     Raises:
         ModelError: it is no model of transformers; the outputs or their gradients are NaN, or random (two passes
-            differ); or gradients are not to be had, under `torch.inference_mode`.
+            differ); a copy reads its weights; or gradients are not to be had, under `torch.inference_mode`.
     """
     check_model(model)
     if torch.is_inference_mode_enabled():
@@ -136,8 +136,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     found = find_sites(model, inputs, qk=True)
     sites = tuple(site for site in found if not site.is_function)
     functions = tuple(site for site in found if site.is_function and site.kind == "layernorm")
-    with torch.no_grad():
-        exact = float64_copy(model).train(training)
+    with torch.no_grad(), independent(exact := float64_copy(model).train(training), model):
         # a GPU adds up in whatever order; what is random differs by far more
         tolerance = 0.0 if model.device.type == "cpu" else 1e-12
         if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), tolerance):
@@ -223,8 +222,7 @@ class _Probe:
             outputs = outputs_of(self.model, self.inputs)
             layernorms = [site for site in self.sites if site.kind == "layernorm"]
             if idle := [site.name for site in layernorms if site.call >= len(given[site.name])]:
-                hint = around_another(self.model)
-                raise ModelError(f"a copy of {type(self.model).__name__} does not run its {idle[0]}{hint}")
+                raise ModelError(f"a copy of {type(self.model).__name__} does not run its {idle[0]}")
             means = {s.key: self._noise(given[s.name][s.call].mean(-1)) for s in layernorms}
             yield outputs, means, HandedOn(set(handed.blocked), [*handed.uses])
 

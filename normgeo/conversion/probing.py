@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 
+from normgeo.conversion.copies import around_another
 from normgeo.converted import held_by, put, replaced
 from normgeo.errors import ModelError, NormGeoError, first_line
 from normgeo.functional import watched
@@ -28,7 +28,7 @@ from normgeo.sites import NormSite
 from normgeo.trace import is_leaf
 
 __all__ = [
-    "INVISIBLE", "HandedOn", "Place", "Use", "around_another", "float64_copy", "generic_copy", "handed_on",
+    "INVISIBLE", "HandedOn", "Place", "Use", "float64_copy", "generic_copy", "handed_on",
     "in_float64", "in_mode", "looked_at", "looking_at", "outputs_of", "plain_norms", "same", "site_inputs", "tied",
     "untie", "with_padding",
 ]  # fmt: skip
@@ -267,35 +267,6 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     if not all(torch.isfinite(t).all() for t in tensors):
         raise ModelError(f"{name} returns NaN or infinite outputs; nothing can be said of it")
     return tensors
-
-
-def around_another(copied: nn.Module) -> str:
-    """What to say of functions put into a copy that run the model it was copied from: copying leaves functions be."""
-    inside = {id(value) for value in (*copied.modules(), *copied.parameters())}
-    for name, module in copied.named_modules():
-        for attribute, function in vars(module).items():
-            if isinstance(function, FunctionType) and any(id(held) not in inside for held in _held(function, set())):
-                place = f"{name}.{attribute}" if name else attribute
-                return (
-                    f"; {place} is a function around the model itself, which a copy does not run on its own weights: "
-                    "make it a method of its class, or bind it by types.MethodType"
-                )
-    return ""
-
-
-def _held(function: FunctionType, seen: set[int]) -> Iterator[nn.Module | nn.Parameter]:
-    """The modules and parameters that a function is around: by its closure, or by a global name."""
-    seen.add(id(function))
-    try:
-        found = inspect.getclosurevars(function)
-    except ValueError:  # a name that has no value yet
-        return
-    for value in (*found.nonlocals.values(), *found.globals.values()):
-        value = getattr(value, "__self__", value)  # of a bound method
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            yield value
-        elif isinstance(value, FunctionType) and id(value) not in seen:
-            yield from _held(value, seen)
 
 
 def _is_of(name: str, wanted: str) -> bool:
