@@ -166,8 +166,8 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no others inside."""
-    return next(module.children(), None) is None
+    """Whether a module has no others inside but those that make its parameters, where they are parametrized."""
+    return all(name == "parametrizations" for name, _ in module.named_children())
 
 
 def _levels(x: Tensor, y: Tensor) -> bool:
@@ -279,7 +279,7 @@ class _Functions(TorchFunctionMode):
 def _hooked(model: nn.Module, trace: Trace) -> Iterator[None]:
     clock, stack, here = iter(range(1, 1 << 62)), list[Call](), threading.get_ident()  # others may run the model too
     modules = {name: m for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
-    own = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}
+    own = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=is_leaf(m)))}
     matrices = {name for name, m in modules.items() if any(p.ndim > 1 for p in m.parameters())}
     functions = _Functions(trace, stack, matrices, clock)
 

@@ -7,7 +7,7 @@ import torch
 from blocks import Block, D, Model, Named
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from zoo import perturb, tiny
 
@@ -404,3 +404,25 @@ def test_what_norms_over_a_batch_hide_in_training_is_not_centered():
     model = wrap(built(Batched))
     for trainable in (True, False):
         assert [site.role for site in convert(model, trainable=trainable).replaced] == ["final"]
+
+
+class PlusOne(nn.Module):
+    """Keeps a parameter less one."""
+
+    def forward(self, kept):
+        return kept + 1
+
+    def right_inverse(self, value):
+        return value - 1
+
+
+@pytest.mark.parametrize("options", [{"to": "crmsnorm"}, {"trainable": True}], ids=str)
+def test_a_module_whose_parameters_are_parametrized_is_one_as_all(options):
+    module = built(Block)
+    plain = find_sites(wrap(module))
+    for part, name in ((module.blocks[0].norm1, "weight"), (module.final, "weight"), (module.blocks[1].mlp[0], "bias")):
+        parametrize.register_parametrization(part, name, PlusOne())
+    assert find_sites(wrap(module)) == plain
+    conversion = convert(wrap(module), **options)
+    assert len(conversion.replaced) == 5
+    torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)

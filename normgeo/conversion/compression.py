@@ -130,7 +130,7 @@ def _bias_of(exact: PreTrainedModel, name: str, like: Tensor, new: list[str]) ->
         add_bias(module)
         new.append(owner)
     found = getattr(module, bias, None) if bias != last else None
-    return f"{owner}.{bias}" if isinstance(found, Tensor) and found.shape == like.shape else None
+    return f"{owner}.{bias}" if isinstance(found, nn.Parameter) and found.shape == like.shape else None
 
 
 def _reads_all(
