@@ -14,6 +14,14 @@ from normgeo.conversion.liveness import operands_of
 
 CASES = {
     "rebound": ("x = r + x", {"r + x": "name name"}),
+    "a method": ("r = r.add(x)\nreturn r", {"r.add(x)": "name name"}),
+    "a method whose sum has a name": (
+        "y = r.add(x)\nz = f(y)\nreturn y.add(z)",
+        {"r.add(x)": "name name", "y.add(z)": "name name"},
+    ),
+    "a method whose operand is read behind": ("y = r.add(x)\nreturn y, x", {"r.add(x)": "name read"}),
+    "a function": ("y = torch.add(r, x)\nreturn y, r", {"torch.add(r, x)": "read name"}),
+    "a function that scales": ("return torch.add(r, x, alpha=2)", {}),
     "read behind": ("y = r + x\nreturn y, x", {"r + x": "name read"}),
     "the other": ("y = r + x\nreturn y, r.norm()", {"r + x": "read name"}),
     "under another name": (
@@ -119,7 +127,7 @@ def test_operands(case):
     assert [(ast.unparse(node), " ".join(kinds)) for node, kinds in found.items()] == list(expected.items())
     behind, alike = liveness.read_behind(function), liveness._aliases(function)
     for node, kinds in found.items():
-        for operand, kind in zip(liveness._operands(node), kinds, strict=True):
+        for operand, kind in zip(liveness.added_in(node), kinds, strict=True):
             if isinstance(operand, ast.Name):
                 assert (kind == "read") == bool(alike.get(operand.id, {operand.id}) & behind[node])
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
-from normgeo.conversion.liveness import operands_of, parameters, read_behind
+from normgeo.conversion.liveness import Written, added_in, operands_of, parameters, read_behind
 
 __all__ = ["rewritten"]
 
@@ -20,29 +21,39 @@ ADD = "_normgeo_add"
 
 
 class _Additions(ast.NodeTransformer):
-    """Turns every a + b and a += b into a call that knows its block, its place and which of the two it is."""
+    """Turns every addition into a call that knows its block, its place and how it is written."""
 
-    def __init__(self, function: ast.FunctionDef) -> None:
+    def __init__(self, function: ast.FunctionDef, torchs: set[str]) -> None:
         self.block, self.count, self.operands = parameters(function)[0], 0, operands_of(function)
-        self.behind = read_behind(function)
+        self.behind, self.torchs = read_behind(function), torchs
 
-    def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, *, augmented: bool) -> ast.Call:
+    def _call(self, node: ast.AST, a: ast.expr, b: ast.expr, written: Written) -> ast.Call:
         self.count += 1
         operands = self.operands.get(node, ("read", "read"))
         behind: Any = self.behind.get(node, frozenset())  # a set of names is a constant, too
-        told = [ast.Constant(value) for value in (self.count, augmented, *operands, behind)]
+        told = [ast.Constant(value) for value in (self.count, written, *operands, behind)]
         return ast.Call(ast.Name(ADD, ast.Load()), [ast.Name(self.block, ast.Load()), *told, a, b], [])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        return self._call(node, node.left, node.right, augmented=False) if isinstance(node.op, ast.Add) else node
+        return self._call(node, node.left, node.right, "+") if isinstance(node.op, ast.Add) else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Add) or not isinstance(node.target, ast.Name):
             return node
         a = ast.Name(node.target.id, ast.Load())
-        return ast.Assign([node.target], self._call(node, a, node.value, augmented=True))
+        return ast.Assign([node.target], self._call(node, a, node.value, "+="))
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if (operands := added_in(node)) is None or not isinstance(node.func, ast.Attribute):
+            return node
+        if len(node.args) == 1:
+            return self._call(node, *operands, ".add")
+        library = node.func.value
+        is_torchs = isinstance(library, ast.Name) and library.id in self.torchs
+        return self._call(node, *operands, "torch.add") if is_torchs else node
 
 
 def _private(node: ast.AST) -> bool:
@@ -56,7 +67,7 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
 
     Args:
         cls: a class of blocks.
-        add: takes the block, which of its additions it is (from 1, as they are written), whether it is a += b, what a
+        add: takes the block, which of its additions it is (from 1, as they are written), how it is `Written`, what a
             and b are (`liveness.Operand`), the names that may be read behind it, and the two that are added.
     """
     inner = inspect.unwrap(cls.forward)
@@ -71,7 +82,7 @@ def rewritten(cls: type[nn.Module], add: Callable[..., Any]) -> Callable[..., An
         return None
     if any(map(_private, ast.walk(function))):
         return None
-    additions = _Additions(function)
+    additions = _Additions(function, {name for name, value in inner.__globals__.items() if value is torch})
     function.body = [additions.visit(line) for line in function.body]
     if not additions.count:
         return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from normgeo.conversion.liveness import Operand
+from normgeo.conversion.liveness import Operand, Written
 from normgeo.errors import ConversionError
 from normgeo.kernels import norm_ops
 
@@ -209,7 +209,7 @@ def _summed(stream: Stream, plus: Callable[[Any, Any], Any], a: Any, b: Any) -> 
     It is a tensor that knows when it is changed, as those of inference mode do not. So one that the code itself adds to
     in that mode (a += b) is nobody's: its norm would not be known to be of the numbers that it has by then.
     """
-    if plus is operator.add and is_inference():
+    if plus is not operator.iadd and is_inference():
         with torch.inference_mode(False), torch.no_grad():
             total = plus(a, b)
     else:
@@ -226,16 +226,22 @@ def _in_names(x: Tensor, names: frozenset[str], frame: Any, block: Any) -> bool:
     return _begins(x) in map(_begins, _tensors(held))
 
 
+PLUS: dict[Written, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "+=": operator.iadd, ".add": lambda a, b: a.add(b), "torch.add": torch.add,
+}  # fmt: skip
+"""What an addition does as it is written: a may be a view, a list or a set, which others see change."""
+
+
 def added(
-    block: Any, place: int, augmented: bool, of_a: Operand, of_b: Operand, behind: frozenset[str], a: Any, b: Any
+    block: Any, place: int, written: Written, of_a: Operand, of_b: Operand, behind: frozenset[str], a: Any, b: Any
 ) -> Any:
-    """A + b, or a += b; where one is the residual stream, in place, and with the norm that reads it next.
+    """The sum of a and b; where one is the residual stream, in place, and with the norm that reads it next.
 
     That is written over the other one, where its name alone holds it, which nothing reads again, or nothing at all. So
     is what is added in place to no name's that is read again, unless the code itself does so (a += b).
     """
     stream: Stream = block.normgeo_stream
-    plus = operator.iadd if augmented else operator.add  # a may be a view, or a list, which others see change
+    plus, augmented = PLUS[written], written == "+="
     if augmented or a is stream.last:
         residual, x, of_residual, of_x = a, b, of_a, of_b
     else:

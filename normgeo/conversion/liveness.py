@@ -6,10 +6,13 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-__all__ = ["Operand", "operands_of", "parameters", "read_behind"]
+__all__ = ["Operand", "Written", "added_in", "operands_of", "parameters", "read_behind"]
 
 Operand = Literal["read", "name", "value"]
 """Of an operand: the function may read it again; it is the value of a name that nothing reads again; or of none."""
+
+Written = Literal["+", "+=", ".add", "torch.add"]
+"""How an addition is written."""
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 CATCHING = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
@@ -31,7 +34,7 @@ Path = list[tuple[Sequence[ast.stmt], int, ast.stmt | None]]
 
 
 def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Operand]]:
-    """For each addition, a + b or a += b, what its operands are.
+    """For each addition (`added_in`) what its operands are.
 
     Names that are assigned from each other are taken for one. That a tensor has holders of which code does not tell, as
     lists and modules, is seen where it runs.
@@ -44,7 +47,7 @@ def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Opera
     alike, found = _aliases(function), dict[ast.AST, tuple[Operand, Operand]]()
     for path in _paths(function.body, []):
         for node in _own_nodes(path[-1][0][path[-1][1]]):
-            operands = _operands(node)
+            operands = added_in(node)
             if operands is None or id(node) in repeated:
                 continue
             a, b = operands
@@ -62,7 +65,7 @@ def read_behind(function: ast.FunctionDef) -> dict[ast.AST, frozenset[str]]:
     found = dict[ast.AST, frozenset[str]]()
     for path in _paths(function.body, []):
         for node in _own_nodes(path[-1][0][path[-1][1]]):
-            if _operands(node) is not None:
+            if added_in(node) is not None:
                 here, own = _loads_of(path[-1][0][path[-1][1]]), _loads_of(node)
                 again = {n for n in every if here.count(n) > own.count(n) or _read_behind(n, own, path)}
                 found[node] = frozenset(again | shared)
@@ -116,6 +119,8 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 def _handed(value: ast.expr) -> set[str]:
     """The names whose tensors an expression may give: themselves, parts, or views by methods of theirs."""
     if isinstance(value, ast.Call):
+        if added_in(value) is not None:  # a tensor of its own
+            return set()
         return _handed(value.func.value) if isinstance(value.func, ast.Attribute) else set()
     if isinstance(value, ast.Name):
         return {value.id}
@@ -155,11 +160,16 @@ def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
         waiting += [c for c in children if not isinstance(c, (*INNER, ast.ExceptHandler, ast.match_case))]
 
 
-def _operands(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+def added_in(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """The operands of an addition: a + b, a += b, a.add(b), or add(a, b) of a library; of others called so too."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return node.left, node.right
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
         return node.target, node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":
+        given = [node.func.value, *node.args][-2:]
+        plain = not node.keywords and not any(isinstance(argument, ast.Starred) for argument in node.args)
+        return (given[0], given[1]) if plain and len(node.args) in (1, 2) else None
     return None
 
 
