@@ -17,11 +17,15 @@ IDS = torch.randint(48, (2, 30), generator=torch.Generator().manual_seed(0))
 
 
 class Stashing(Block):
-    """Its own middle is kept on it."""
+    """Its own middle is kept on it, as a function gives it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
     def forward(self, x):
         x = x + self.mixed(x)
-        self.middle = x
+        self.middle = self.function(x)
         return x + self.mlp(self.norm2(x))
 
 
@@ -178,8 +182,9 @@ def test_what_is_kept_for_an_option_alone_stays_what_it_was(monkeypatch):
     assert len(calls) - fused == fused - 1
 
 
-def test_what_a_block_keeps_of_itself_stays_what_it_was():
-    converted, optimized = built(Stashing)
+@pytest.mark.parametrize("function", [nn.Identity(), torch.detach], ids=["itself", "detached"])
+def test_what_a_block_keeps_of_itself_stays_what_it_was(function):
+    converted, optimized = built(lambda: Stashing(function))
     agree(converted, optimized)
     for one, other in zip(converted.module.blocks, optimized.module.blocks, strict=True):
         torch.testing.assert_close(other.middle, one.middle, rtol=1e-4, atol=1e-5)

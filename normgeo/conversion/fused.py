@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
@@ -71,7 +70,8 @@ class Stream:
         given: in which memory the inputs are, which is the caller's.
         last: what a norm was given last.
         seen: the sum that a pass in mode `watch` has made last, and where.
-        added_to: what it has added to, by weak references, and where.
+        added_to: the memory of what it has added to, but for x += y, and where: a tensor may be gone and its numbers
+            kept, as by a detached one.
         addends: the memory of what it has added, and where.
         own: the sum that this mode has made, which may be added to in place.
         ready: the norm of `own` as it was at `version`, and `reader`, whose it is.
@@ -85,7 +85,7 @@ class Stream:
         self.mode: Literal["watch", "exact", "fast"] = "watch"
         self.narrow, self.refused = False, {"output_hidden_states"}
         self.seen: tuple[Tensor, nn.Module, int, bool] | None = None
-        self.added_to: list[tuple[weakref.ref[Tensor], Any, int]] = []
+        self.added_to: list[tuple[StorageWeakRef, Any, int]] = []
         self.addends: list[tuple[StorageWeakRef, Any, int]] = []
         self.turns = _Turns()
         self.reset()
@@ -100,10 +100,10 @@ class Stream:
         self.version = 0
         self.reader: nn.Module | None = None
 
-    def without_kept(self, x: Tensor | None = None) -> None:
-        """Add in place nowhere to what is still there behind all blocks, beside x: somebody may read it."""
-        for residual, block, place in self.added_to:
-            if (kept := residual()) is not None and kept is not x:
+    def without_kept(self) -> None:
+        """Add in place nowhere to what is still there behind all blocks: somebody may read it."""
+        for memory, block, place in self.added_to:
+            if not memory.expired():
                 block.normgeo_next[place] = None
 
     def forget(self) -> None:
@@ -190,7 +190,7 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
         return z if x is own else z.view(x.shape)  # pyright: ignore
     if stream.mode == "watch":
         if not self.normgeo_inner:
-            stream.without_kept(x)
+            stream.without_kept()
         if stream.seen is not None and _is(stream.seen[0], x):
             block, place, over = stream.seen[1:]
             block.normgeo_next.setdefault(place, _Reader(self, self.normgeo_inner, over))  # pyright: ignore
@@ -252,8 +252,8 @@ def added(
         return plus(a, b)
     if stream.mode == "watch":
         total = plus(a, b)
-        if stream.seen is not None and _is(stream.seen[0], residual):
-            stream.added_to.append((weakref.ref(residual), block, place))
+        if not augmented and stream.seen is not None and _is(stream.seen[0], residual):
+            stream.added_to.append((StorageWeakRef(residual.untyped_storage()), block, place))
         alone = of_x != "read" and refcount(x) - _bare(object()) <= (of_x == "name")
         frame = sys._getframe(1)
         alone = alone and _begins(x) != 0 and not _in_names(x, behind, frame, block)
