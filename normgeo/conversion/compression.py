@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from transformers import PreTrainedModel
 
 from normgeo.conversion.gauge import Gauge, Reader, Shift
@@ -22,7 +23,7 @@ from normgeo.conversion.gradients import reached
 from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs, with_padding
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, held_by, rebuild, reshape
-from normgeo.errors import ConversionError, first_line, said
+from normgeo.errors import ConversionError, said
 
 __all__ = ["compress", "expand", "fold", "rounded"]
 
@@ -202,14 +203,13 @@ def _downstream(
         return []
     with_padding(exact)
     parameters = [exact.get_parameter(name).requires_grad_(True) for name, _ in writers]
-    with torch.enable_grad(), site_inputs(exact, [s for s in gauge.layernorms if s.name in replaced]) as given:
+    norms = [site for site in gauge.layernorms if site.name in replaced]
+    # as by x += f(norm(x)), which writes over what the norm has read
+    with torch.enable_grad(), allow_mutation_on_saved_tensors(), site_inputs(exact, norms) as given:
         outputs_of(exact, inputs)
         means = [x.mean(-1) for tensors in given.values() for x in tensors]
         total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
-        try:
-            moved = torch.autograd.grad(total, parameters, allow_unused=True)
-        except RuntimeError as error:  # as of x += f(norm(x)), which writes over what the norm has read
-            raise ConversionError(f"{type(exact).__name__} cannot be differentiated: {first_line(error)}") from error
+        moved = torch.autograd.grad(total, parameters, allow_unused=True)
     sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
     kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -282,9 +282,16 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 
 @contextmanager
 def site_inputs(model: nn.Module, sites: Sequence[NormSite]) -> Iterator[dict[str, list[Tensor]]]:
-    """While inside, collects what each site is given, by the site's name, a tensor a call."""
+    """While inside, collects what each site is given, by the site's name, a tensor a call.
+
+    These are copies, for code may add in place to what a norm has read: x += f(norm(x)).
+    """
     taken: dict[str, list[Tensor]] = {site.name: [] for site in sites}
-    with watched(model, {name: (inputs.append, lambda _: None) for name, inputs in taken.items()}):
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        return lambda x: taken[name].append(x.clone())
+
+    with watched(model, {name: (keep(name), lambda _: None) for name in taken}):
         yield taken
 
 
