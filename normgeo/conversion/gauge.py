@@ -231,7 +231,7 @@ class _Probe:
 
         What was written over has the gradient of what it became, which tells nothing of who read it before.
         """
-        over = [(u.place, u.edge) for u in handed.uses if u.edge is not None and u.tensor._version != u.version]
+        over = [(u.place, edge) for u in handed.uses if u.tensor._version != u.version for edge in u.edges]
         wanted = [*parameters, *(use.tensor for use in handed.uses), *(edge for _, edge in over)]
         parts = iter(self._gradient([self._noise(o) for o in outputs], wanted))
         found, handed.gradients, before = ([*islice(parts, len(some))] for some in (parameters, handed.uses, over))

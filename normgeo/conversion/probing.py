@@ -50,15 +50,16 @@ class Place(NamedTuple):
 class Use(NamedTuple):
     """A tensor at a place. An argument is an alias of what was given: its gradient is of this use alone.
 
-    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given. `edge` is where
-    the gradient of what was handed on arrives, and `version` tells whether that was written over since, as by x += y.
+    `leaf` is whether the module has parameters and no modules in it: then it reads what it is given. `edges` are
+    where gradients of what was handed on arrive, also of what it is a view of, by which they go where it is written
+    over, and `version` tells whether that was since, as by x += y.
     """
 
     place: Place
     tensor: Tensor
     storage: int
     leaf: bool
-    edge: GradientEdge | None
+    edges: tuple[GradientEdge, ...]
     version: int
 
 
@@ -301,8 +302,9 @@ def handed_on(model: nn.Module, widths: set[int]) -> Iterator[HandedOn]:
     handed = HandedOn()
 
     def hold(place: Place, x: Tensor, source: Tensor, leaf: bool) -> None:
-        edge = None if x.grad_fn is None else get_gradient_edge(x)  # what has none cannot be written over
-        handed.uses.append(Use(place, x, source.untyped_storage().data_ptr(), leaf, edge, x._version))
+        whole = (t for t in (x, x._base) if t is not None and t.shape == x.shape)
+        edges = tuple(get_gradient_edge(t) for t in whole if t.grad_fn is not None)  # others are not written over
+        handed.uses.append(Use(place, x, source.untyped_storage().data_ptr(), leaf, edges, x._version))
 
     def wanted(x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] in widths
