@@ -1,8 +1,11 @@
 """What models of one's own are made of in the tests: a block in torch alone, whose stream is D wide."""
 
+import torch
 from torch import nn
+from zoo import perturb
 
 D = 32
+IDS = torch.randint(48, (4, 20), generator=torch.Generator().manual_seed(3))
 
 
 class Block(nn.Module):
@@ -42,3 +45,9 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.final(x))
+
+
+def built(block, seed=0):
+    """A model of such blocks, with every gain and bias perturbed."""
+    torch.manual_seed(seed)
+    return perturb(Model(block), seed).eval()

@@ -1,0 +1,151 @@
+"""Blocks of one's own that write over what was read, run again for their gradients, keep what they make, or whose
+parameters are made of others."""
+
+import pytest
+import torch
+from blocks import IDS, Block, D, built
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from zoo import perturb
+
+from normgeo import convert, find_gauge, find_sites, wrap
+from normgeo.conversion.trainable import bake
+
+
+class InPlace(nn.Module):
+    """It writes over what its second norm has read."""
+
+    def __init__(self, d=32):
+        super().__init__()
+        self.one, self.two, self.f, self.g = nn.LayerNorm(d), nn.LayerNorm(d), nn.Linear(d, d), nn.Linear(d, d)
+
+    def forward(self, x):
+        x = x + self.f(self.one(x))
+        x += self.g(self.two(x))
+        return x
+
+
+def test_what_is_added_in_place_to_what_a_norm_has_read_is_compressed():
+    torch.manual_seed(0)
+    module = perturb(nn.Sequential(nn.Embedding(48, D), InPlace(), InPlace(), nn.LayerNorm(D), nn.Linear(D, 48)))
+    assert find_gauge(wrap(module)).raw == {}
+    conversion = convert(wrap(module), to="crmsnorm")
+    assert conversion.certificate.error_rel < 1e-13
+
+
+class Bent(Block):
+    """It reads the stream itself, between additions that are all in place."""
+
+    def forward(self, x):
+        x += self.mixed(x)
+        x += 0.1 * x.tanh()
+        return x
+
+
+def test_a_mean_that_is_seen_once_a_view_is_written_over_is_not_removed_before():
+    conversion = convert(wrap(built(Bent)))
+    assert [site.name for site in conversion.replaced] == ["module.final"]
+    assert conversion.recentered == (("module.blocks.1", "output", 0),)
+
+
+class Bypassed(Block):
+    """As a Conformer's: what ends a layer is read as it is, and then added to in place, before a norm reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.norm1(x + self.mlp(self.norm2(x)))
+        x += self.side(self.mix(x.clone()).softmax(-1))
+        return x
+
+
+def test_what_is_read_before_it_is_written_over_keeps_its_mean_until_then():
+    """The norm's output has, by the time of gradients, that of what it became, whose mean nothing sees."""
+    conversion = convert(wrap(built(Bypassed)))
+    assert [place.module for place in conversion.recentered] == ["module.blocks.0", "module.blocks.1"]
+    assert len(conversion.replaced) == 5
+
+
+class Keeping(Block):
+    """Keeps in training a loss of its own, and what its layers gave."""
+
+    given: tuple = ()
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.training:
+            self.loss, self.given = x.pow(2).mean(), [{"x": x}]
+        return x
+
+
+def test_what_is_kept_of_training_is_no_obstacle():
+    module = built(Keeping).train()
+    module(IDS)
+    trained = convert(wrap(module), trainable=True).model
+    trained(IDS)
+    torch.testing.assert_close(bake(trained).eval()(IDS)["logits"], module.eval()(IDS), rtol=1e-4, atol=1e-5)
+    assert convert(wrap(module)).certificate.passed
+    assert module.blocks[0].given[0]["x"].grad_fn is not None
+
+
+class Checkpointed(Block):
+    """It keeps no activations, and attends: queries, keys and values of one tensor are multiplied at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 4, batch_first=True)
+
+    def mixed(self, x):
+        y = self.norm1(x)
+        return self.attention(y, y, y, need_weights=False)[0]
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "crmsnorm", "padded": True}, {"trainable": True}], ids=str)
+def test_what_runs_again_for_its_gradients_is_converted(options):
+    module = built(Checkpointed)
+    conversion = convert(wrap(module), **options)
+    assert len(conversion.replaced) == 5
+    torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)
+
+
+class Batched(Block):
+    """A norm over the batch reads its stream, and hides in training alone what all samples are shifted by."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch, self.out = nn.BatchNorm1d(D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.out(self.batch(super().forward(x).flatten(0, 1)).view_as(x))
+
+
+def test_what_norms_over_a_batch_hide_in_training_is_not_centered():
+    model = wrap(built(Batched))
+    for trainable in (True, False):
+        assert [site.role for site in convert(model, trainable=trainable).replaced] == ["final"]
+
+
+class PlusOne(nn.Module):
+    def forward(self, kept):
+        return kept + 1
+
+    def right_inverse(self, value):
+        return value - 1
+
+
+@pytest.mark.parametrize("options", [{"to": "crmsnorm"}, {"trainable": True}], ids=str)
+def test_a_module_whose_parameters_are_parametrized_is_one_as_all(options):
+    module = built(Block)
+    plain = find_sites(wrap(module))
+    for part, name in ((module.blocks[0].norm1, "weight"), (module.final, "weight"), (module.blocks[1].mlp[0], "bias")):
+        parametrize.register_parametrization(part, name, PlusOne())
+    assert find_sites(wrap(module)) == plain
+    conversion = convert(wrap(module), **options)
+    assert len(conversion.replaced) == 5
+    torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)
