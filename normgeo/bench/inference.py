@@ -300,17 +300,15 @@ def summary(raw: pd.DataFrame) -> pd.DataFrame:
         DataError: there is a case without its original.
     """
     same = [column for column in raw.columns if column not in MEASURED]
-    parts = []
+    order, parts = {name: place for place, name in enumerate(VARIANTS)}, []
     for _, part in raw.groupby(same, sort=False, dropna=False):
         if "original" not in set(part.variant):
             raise DataError(f"there are times of {part.model.iloc[0]} without those of the original beside them")
         out = part.groupby("variant", sort=False).agg(rounds=("round", "size"), error=("error", "first"))
         out = out.join(_quartiles(part, "seconds", "")).join(_quartiles(part, "norm_seconds", "norm_"))
+        out = out.sort_index(key=lambda names: names.map(order))
         parts.append(out.reset_index().merge(part[same].head(1), how="cross"))
     frame = pd.concat(parts, ignore_index=True)
-    order = {name: place for place, name in enumerate(VARIANTS)}
-    frame = frame.assign(_place=frame.variant.map(order), _case=frame.groupby(same, sort=False, dropna=False).ngroup())
-    frame = frame.sort_values(["_case", "_place"], ignore_index=True).drop(columns=["_case", "_place"])
     return frame[[*same, *(column for column in frame.columns if column not in same)]]
 
 
@@ -319,9 +317,9 @@ def _quartiles(part: pd.DataFrame, column: str, prefix: str) -> pd.DataFrame:
     ratios = times.div(times["original"], axis=0)
     found = quartiles(f"{prefix}seconds", times) | quartiles(f"{prefix}ratio", ratios)
     out = pd.DataFrame(found, index=times.columns)
-    floor = out.loc["no-norm"] if "no-norm" in out.index else None
-    clear = floor is not None and bool(floor[f"{prefix}ratio_q75"] < 1)
-    gap = 1 - floor[f"{prefix}ratio"] if floor is not None and clear else np.nan
+    floor = out.reindex(["no-norm"]).iloc[0]  # NaN where it was not timed
+    clear = bool(floor[f"{prefix}ratio_q75"] < 1)
+    gap = 1 - floor[f"{prefix}ratio"] if clear else np.nan
     out[f"{prefix}share"] = (1 - out[f"{prefix}ratio"]) / gap
     out[f"{prefix}gap_clear"] = clear
     return out
