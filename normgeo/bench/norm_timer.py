@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +45,7 @@ class NormTimer(TorchFunctionMode):
         kinds = {type(module) for module in self._norms.values()}
         for cls in {next(c for c in kind.__mro__ if "forward" in vars(c)) for kind in kinds}:
             self._patches.enter_context(patch.object(cls, "forward", self._of_norms(cls.forward)))
-        self._patches.enter_context(patch.object(norm_ops, "add_norm_", self._fused(norm_ops.add_norm_)))
+        self._patches.enter_context(patch.object(norm_ops, "add_norm_", partial(self._alone, norm_ops.add_norm_)))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -61,21 +62,15 @@ class NormTimer(TorchFunctionMode):
 
         return timed
 
-    def _fused(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: self._alone(kernel, *args)
-
     def _alone(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Time a call whose operations the mode does not look at: that would take time too."""
         with torch._C.DisableTorchFunction():  # pyright: ignore
             return self._watch(function, *args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self._watch if func in ADDITIONS and self._residual(*args, **(kwargs or {})) else _called
-        return call(func, *args, **(kwargs or {}))
+        named = kwargs or {}
+        timed = func in ADDITIONS and self._residual(*args, **named)
+        return self._watch(func, *args, **named) if timed else func(*args, **named)
 
     def _residual(self, input: Any, other: Any = None, **_: Any) -> bool:
         return all(isinstance(value, Tensor) and value.shape in self._shapes for value in (input, other))
-
-
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
