@@ -143,7 +143,7 @@ def _reads_all(
     kept: list[Tensor] = []
     for parameter, axis in parameters:
         kept.append(parameter.clone())
-        parameter.sub_(parameter.narrow(axis, parameter.shape[axis] - 1, 1).clone())
+        _take_last(parameter, axis)
     try:
         return same(truth, outputs_of(exact, inputs), INVISIBLE)
     finally:
@@ -155,6 +155,11 @@ def _reads_all(
 
 def _last_dropped(_: nn.Module, args: Any, output: Tensor) -> Tensor:
     return torch.nn.functional.pad(output[..., :-1], (0, 1))
+
+
+def _take_last(parameter: Tensor, axis: int) -> None:
+    """Subtract what is last along an axis from all that is there (eq. 6), in place: zero is last then."""
+    parameter.sub_(parameter.narrow(axis, -1, 1).clone())
 
 
 # --- compression ------------------------------------------------------------------------------------------------------
@@ -174,10 +179,9 @@ def compress(
     recipe["writers"] = [list(shift) for shift in writers]
     recipe["scales"] = sorted(set(gauge.scaled.values()))
     for name, axis in recipe["readers"]:
-        parameter = exact.get_parameter(name)
-        parameter.sub_(parameter.narrow(axis, parameter.shape[axis] - 1, 1).clone())
+        _take_last(exact.get_parameter(name), axis)
     for name, axis in writers:
-        _tensor(exact, name).narrow(axis, _tensor(exact, name).shape[axis] - 1, 1).zero_()
+        _tensor(exact, name).narrow(axis, -1, 1).zero_()
     for name, spec in recipe["norms"].items():
         spec |= {"kind": "crmsnorm", "padded": True, "expand": name not in recipe["folded"]}
     _renew(exact, recipe["norms"])
@@ -187,7 +191,7 @@ def compress(
     if not same(truth, outputs_of(exact, inputs), INVISIBLE):
         raise ConversionError("a stream is read by something that is no norm: it cannot be compressed")
     if not padded:
-        _narrow(exact, [*writers, *map(_shift, recipe["readers"])], recipe)
+        _narrow(exact, recipe)
         _check_narrow(exact, inputs, truth)
 
 
@@ -226,10 +230,6 @@ def _downstream(
     return [s for s in writers if s in kept or (s in idle and (as_beside(s) or as_tied(s)))]
 
 
-def _shift(pair: list[Any]) -> Shift:
-    return Shift(*pair)
-
-
 def _tensor(model: nn.Module, name: str) -> Tensor:
     return getattr(*held_by(model, name))
 
@@ -253,12 +253,10 @@ def _hooks_again(exact: PreTrainedModel, recipe: dict[str, Any]) -> None:
     rebuild(exact, {"norms": {}, "recenter": recipe["recenter"]})
 
 
-def _narrow(exact: PreTrainedModel, shifts: list[Shift], recipe: dict[str, Any]) -> None:
-    for name, axis in shifts:
+def _narrow(exact: PreTrainedModel, recipe: dict[str, Any]) -> None:
+    for name, axis in (*recipe["writers"], *recipe["readers"], *((name, 0) for name in recipe["scales"])):
         value = _tensor(exact, name)
         reshape(exact, name, value.narrow(axis, 0, value.shape[axis] - 1).clone())
-    for name in recipe["scales"]:
-        reshape(exact, name, _tensor(exact, name)[:-1].clone())
     for spec in recipe["norms"].values():
         spec |= {"d": spec["d"] - 1, "padded": False}
     _renew(exact, recipe["norms"])
