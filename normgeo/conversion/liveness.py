@@ -45,12 +45,8 @@ def operands_of(function: ast.FunctionDef) -> dict[ast.AST, tuple[Operand, Opera
     shared = _shared(within)
     repeated = {id(part) for node in within if isinstance(node, REPEATED) for part in ast.walk(node)}
     alike, found = _aliases(function), dict[ast.AST, tuple[Operand, Operand]]()
-    for path in _paths(function.body, []):
-        for node in _own_nodes(path[-1][0][path[-1][1]]):
-            operands = added_in(node)
-            if operands is None or id(node) in repeated:
-                continue
-            a, b = operands
+    for node, (a, b), path in _additions(function):
+        if id(node) not in repeated:
             found[node] = _kind(a, node, path, alike, shared), _kind(b, node, path, alike, shared)
     return found
 
@@ -63,13 +59,17 @@ def read_behind(function: ast.FunctionDef) -> dict[ast.AST, frozenset[str]]:
     shared = _shared([node for statement in function.body for node in ast.walk(statement)])
     every = {name for statement in function.body for name in _names(statement)} | set(parameters(function))
     found = dict[ast.AST, frozenset[str]]()
-    for path in _paths(function.body, []):
-        for node in _own_nodes(path[-1][0][path[-1][1]]):
-            if added_in(node) is not None:
-                here, own = _loads_of(path[-1][0][path[-1][1]]), _loads_of(node)
-                again = {n for n in every if here.count(n) > own.count(n) or _read_behind(n, own, path)}
-                found[node] = frozenset(again | shared)
+    for node, _, path in _additions(function):
+        found[node] = frozenset(shared | {name for name in every if _read_again(name, node, path)})
     return found
+
+
+def _additions(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, tuple[ast.expr, ast.expr], Path]]:
+    """Every addition, its operands, and where its statement is."""
+    for path in _paths(function.body, []):
+        for node in _own_nodes(_innermost(path)):
+            if (operands := added_in(node)) is not None:
+                yield node, operands, path
 
 
 def _shared(within: list[ast.AST]) -> set[str]:
@@ -87,11 +87,7 @@ def _kind(operand: ast.expr, of: ast.AST, path: Path, alike: dict[str, set[str]]
     if not isinstance(operand, ast.Name):
         return "read"  # what it is an item or an attribute of holds it
     names = alike.get(operand.id, {operand.id})
-    body, i, _ = path[-1]
-    here, own = _loads_of(body[i]), _loads_of(of)
-    if names & shared or any(here.count(name) > own.count(name) for name in names):
-        return "read"
-    return "read" if any(_read_behind(name, own, path) for name in names) else "name"
+    return "read" if names & shared or any(_read_again(name, of, path) for name in names) else "name"
 
 
 def _aliases(function: ast.FunctionDef) -> dict[str, set[str]]:
@@ -200,15 +196,22 @@ def _stores_of(statement: ast.stmt) -> set[str]:
     return {n.id for n in stored if isinstance(n.ctx, ast.Store)}
 
 
-def _read_behind(name: str, own: list[str], path: Path) -> bool:
-    """Whether a name may be read behind an addition, which reads its own, before it is something else."""
+def _innermost(path: Path) -> ast.stmt:
+    body, i, _ = path[-1]
+    return body[i]
+
+
+def _read_again(name: str, addition: ast.AST, path: Path) -> bool:
+    """Whether a name may be read beside an addition, in its statement, or behind it, before it is something else."""
+    inner, own = _innermost(path), _loads_of(addition)
+    if _loads_of(inner).count(name) > own.count(name):
+        return True
     around = [parent for *_, parent in path if parent is not None]
     loops = [parent for parent in around if isinstance(parent, LOOPS)]
     jumps = any(isinstance(node, (ast.Break, ast.Continue)) for loop in loops for node in ast.walk(loop))
     jumps = jumps or any(isinstance(parent, CATCHING) for parent in around)
     if jumps and sum(_loads_of(statement).count(name) for statement in path[0][0]) > own.count(name):
         return True
-    inner = path[-1][0][path[-1][1]]
     if isinstance(inner, ast.While) and name in _loads(inner.test):
         return True
     if name in _stores_of(inner) or isinstance(inner, (ast.Return, ast.Raise)):
