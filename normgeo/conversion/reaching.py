@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,17 +75,14 @@ def without_effect(
     truth = [outputs_of(model, inputs) for inputs in batches]
 
     def changed(parameters: Sequence[str]) -> bool:
-        kept = {name: model.get_parameter(name).detach().clone() for name in parameters}
-        try:
+        with _put_back(model, parameters):
             for name in parameters:
                 parameter = model.get_parameter(name)
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-            return any(not same(a, outputs_of(model, b), 0.0) for a, b in zip(truth, batches, strict=True))
-        except Exception:  # whatever the model says of such values: they matter
-            return True
-        finally:
-            for name, value in kept.items():
-                model.get_parameter(name).copy_(value)
+            try:
+                return any(not same(a, outputs_of(model, b), 0.0) for a, b in zip(truth, batches, strict=True))
+            except Exception:  # whatever the model says of such values: they matter
+                return True
 
     def left(names: tuple[str, ...]) -> tuple[str, ...]:
         """All at once where none matters, else by halves."""
@@ -97,20 +95,27 @@ def without_effect(
 
 
 @torch.no_grad()
-def shows_shifts(model: PreTrainedModel, shifts: Iterable[tuple[str, int]], inputs: dict[str, Tensor]) -> bool:
+def shows_shifts(model: PreTrainedModel, shifts: Sequence[tuple[str, int]], inputs: dict[str, Tensor]) -> bool:
     """Whether outputs change where parameters are shifted along an axis by far; the model is left as it is.
 
     Gradients say nothing of what chooses: an argmax of hidden states sees their mean, and has none.
     """
-    truth, generator, kept = outputs_of(model, inputs), torch.Generator().manual_seed(0), {}
-    try:
+    truth, generator = outputs_of(model, inputs), torch.Generator().manual_seed(0)
+    with _put_back(model, [name for name, _ in shifts]):
         for name, axis in shifts:
             parameter = model.get_parameter(name)
-            kept.setdefault(name, parameter.detach().clone())
             size = [1 if i == axis else n for i, n in enumerate(parameter.shape)]
             far = 10 * parameter.square().mean().sqrt() * torch.randn(size, generator=generator).to(parameter)
             parameter.add_(far)
         return not same(truth, outputs_of(model, inputs), CHOSEN)
+
+
+@contextmanager
+def _put_back(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """While inside, these parameters may have other values."""
+    kept = {name: model.get_parameter(name).detach().clone() for name in names}
+    try:
+        yield
     finally:
         for name, value in kept.items():
             model.get_parameter(name).copy_(value)
