@@ -95,7 +95,7 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple
     Raises:
         ConversionError: the configuration has no number of layers that could be reduced, or layers are like none.
     """
-    deep, found, why = empty_model(cls, config), [], f"{cls.__name__} cannot be built with fewer layers"
+    deep, found, why = empty_model(cls, config), [], ""
     for depth in DEPTHS:
         try:
             small = shallow_config(config, _lists(deep), depth)
@@ -103,14 +103,12 @@ def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple
             if any(n > depth for n in _lists(empty).values()):
                 raise ConversionError(f"{cls.__name__} cannot be built with fewer layers from its configuration")
             found.append((small, spread(deep, empty)))
+            if not found[-1][1].unsure:
+                break
         except ConversionError as error:
             why = str(error)
-            continue
         except Exception as error:  # whatever a model's own code raises
             why = f"{cls.__name__} cannot be built with fewer layers: {type(error).__name__}"
-            continue
-        if not found[-1][1].unsure:
-            break
     if not found:
         raise ConversionError(f"{why}; convert it in memory")
     small, to = next((pair for pair in found if not pair[1].unsure), found[0])
@@ -194,7 +192,8 @@ def spread(deep: nn.Module, shallow: nn.Module) -> Spread:
         kinds = [kind(mine, prefix, j) for j in range(few.get(prefix, 0))]
         last, layers = len(kinds) - 1, list[int]()
         for i in range(length):
-            alike = [j for j, k in enumerate(kinds) if k == kind(theirs, prefix, i)]
+            own = kind(theirs, prefix, i)
+            alike = [j for j, k in enumerate(kinds) if k == own]
             if not alike:
                 raise ConversionError(f"layer {prefix}.{i} is like none of the first {len(kinds)}")
             there = [j for j in alike if (j == last) == (i == length - 1)]
