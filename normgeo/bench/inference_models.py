@@ -183,7 +183,7 @@ def _with_torch_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreT
 def _with_own_norms(model: PreTrainedModel, sites: Sequence[NormSite]) -> PreTrainedModel:
     norms = {site.name: spec_of(wide(model, site), site, centered=False) for site in sites}
     with torch.no_grad():
-        replace_norms(model, list(sites), {"norms": norms})
+        replace_norms(model, sites, norms)
     return model
 
 

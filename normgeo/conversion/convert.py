@@ -154,7 +154,7 @@ def _converted(
     means = center_all(exact, gauge, inputs, recipe, structure=to == "crmsnorm") if to != "naive-rmsnorm" else {}
     chosen, kept, untouched = _sorted(gauge, means, to)
     recipe["norms"] = {s.name: spec_of(exact.get_submodule(s.name), s, to != "naive-rmsnorm") for s in chosen}
-    replace_norms(exact, chosen, recipe)
+    replace_norms(exact, chosen, recipe["norms"])
     if to == "crmsnorm" or fold_affine:
         fold(exact, gauge, [site.name for site in chosen], inputs, recipe)
     functions = _functions(gauge)  # which may read another stream than what is compressed: the outputs tell
@@ -266,7 +266,7 @@ def _trainable(
     learned = {site.name: learned_of(wide(model, site), site) for site in chosen}
     norms = {s.name: spec_of(wide(model, s), s) | {"offset": learned[s.name].offset} for s in chosen}
     recipe = {"to": "rmsnorm", "norms": norms, "recenter": [[*place, "keep"] for place in places]}
-    replace_norms(converted, chosen, recipe)
+    replace_norms(converted, chosen, norms)
     before, after = (sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (model, converted))
     if before != after:
         raise ConversionError(

@@ -2,6 +2,7 @@ r"""LayerNorms replaced by RMSNorms with the same gamma, beta and eps, whatever 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +50,8 @@ def affine_of(norm: nn.Module, site: NormSite) -> tuple[Tensor, Tensor]:
     there, back = act(x)[0], act(-x)[0]
     beta, odd = act(torch.zeros_like(x))[0] if site.eps else (there + back) / 2, (there - back) / 2
     gamma = odd / y[0]  # nowhere zero: the mean of x is 0 or 1 / d
-    for candidate in (stored, None if stored is None else stored + 1):
-        if (
-            candidate is not None
-            and candidate.numel() == site.d
-            and torch.allclose(candidate.reshape(-1), gamma, 1e-6, 1e-9)
-        ):
+    for candidate in () if stored is None else (stored, stored + 1):
+        if candidate.numel() == site.d and torch.allclose(candidate.reshape(-1), gamma, 1e-6, 1e-9):
             return candidate.detach().reshape(-1), beta
     return gamma, beta
 
@@ -113,10 +110,10 @@ def spec_of(norm: nn.Module, site: NormSite, centered: bool = True) -> dict[str,
     }  # fmt: skip
 
 
-def replace_norms(model: PreTrainedModel, sites: list[NormSite], recipe: dict[str, Any]) -> None:
-    """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm."""
+def replace_norms(model: PreTrainedModel, sites: Sequence[NormSite], norms: dict[str, Any]) -> None:
+    """Put an RMSNorm with the same gamma, beta and eps in the place of each LayerNorm; `norms` are by `spec_of`."""
     values = {site.name: affine_of(wide(model, site), site) for site in sites}
-    rebuild(model, {"norms": recipe["norms"]})
+    rebuild(model, {"norms": norms})
     for name, (gamma, beta) in values.items():
         new: Any = model.get_submodule(name)
         if new.weight is not None:
