@@ -153,12 +153,11 @@ def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return new
 
 
-def _blocks(model: nn.Module, norms: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(model: nn.Module, norms: Iterable[str]) -> list[nn.Module]:
     """The innermost modules that own norms."""
     owners = {name.rpartition(".")[0] for name in norms}
-    for name in sorted(owners):
-        if not any(other.startswith(f"{name}." if name else "") for other in owners - {name}):
-            yield name, model.get_submodule(name)
+    outer = {name for name in owners if any(other.startswith(name and f"{name}.") for other in owners - {name})}
+    return [model.get_submodule(name) for name in sorted(owners - outer)]
 
 
 def fused_norms(model: nn.Module) -> list[str]:
@@ -197,7 +196,7 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConversionError("some weights are on the disk or wait on the CPU: optimize takes a model on its devices")
     inputs = example_inputs(model) if inputs is None else inputs
-    blocks = [block for _, block in _blocks(model, norms)]
+    blocks = _blocks(model, norms)
     # all that gives hidden states which the mode overwrites
     inside = list(dict.fromkeys([*norms.values(), *(module for block in blocks for module in block.modules())]))
     if (name := _hooked(inside)) is not None:
