@@ -206,11 +206,6 @@ def _execute(
     tables: dict[str, AngleTable] = {}
     failed: list[tuple[str, NormGeoError]] = []
 
-    def write() -> AngleTable:
-        table = AngleTable.concatenated(list(tables.values()))
-        write_results(table, out, [record["models"][name] for name in tables])
-        return table
-
     for name in config.models:
         try:
             if (table := _measured(config, name, out, record, ranks, announce, progress)) is not None:
@@ -225,7 +220,8 @@ def _execute(
     if ranks.rank:
         return None
     with disk_explained(out):
-        table = write()
+        table = AngleTable.concatenated(list(tables.values()))
+        write_results(table, out, [record["models"][name] for name in tables])
         if not failed:
             write_json(out / "run.json", record | {"status": "complete", "finished": now()})
             return table
