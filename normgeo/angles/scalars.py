@@ -41,7 +41,8 @@ from normgeo.tokens import TokenBatch
 __all__ = ["Rows", "ScalarStore", "ScalarWriter", "bytes_needed", "scalar_rows", "together"]
 
 QUANTITIES = ("norm", *NAMES)
-TOKENS = ("tokens/id", "tokens/document", "tokens/position")
+TOKENS = {"tokens/id": "ids", "tokens/document": "document", "tokens/position": "position"}
+"""What is kept of tokens, and what a batch calls it."""
 
 CHECKED = [Crc32cCodec()]
 CHECKSUM = 4  # bytes of it a chunk
@@ -193,12 +194,8 @@ class ScalarWriter:
         if not self._batches:
             return
         batches, start = self._batches, self._batches[0].start
-        for name, values in (
-            ("id", [b.ids for b in batches]),
-            ("document", [b.document for b in batches]),
-            ("position", [b.position for b in batches]),
-        ):
-            self._write(f"tokens/{name}", start, np.concatenate([v.ravel() for v in values]))
+        for name, attribute in TOKENS.items():
+            self._write(name, start, np.concatenate([getattr(batch, attribute).ravel() for batch in batches]))
         for (i, phase), blocks in self._rows.items():
             site = self.sites[i]
             self._write(f"sites/{site.key}/{phase}", start * site.heads, torch.cat(blocks).numpy())
@@ -232,15 +229,12 @@ class ScalarStore:
         try:
             self.path = Path(path)
             self.root = zarr.open_group(path, mode="r", zarr_format=3)
-            self.id, self.document, self.position = (self._token(n) for n in ("id", "document", "position"))
+            self.id, self.document, self.position = (self._read(self.root[name]) for name in TOKENS)  # pyright: ignore
             self.sites: list[str] = list(self.root.attrs["sites"])  # pyright: ignore
         except DAMAGED as error:
             models = sorted(p.parent.name for p in Path(path).glob("*/tokens"))
             hint = f"; give that of a model in it: {', '.join(models)}" if models else f": {error}"
             raise RunError(f"{path} holds no model's scalars{hint}") from error
-
-    def _token(self, name: str) -> np.ndarray:
-        return self._read(self.root[f"tokens/{name}"])  # pyright: ignore
 
     def _read(self, array: zarr.Array) -> np.ndarray:
         """All of an array. A chunk that is not there would be read as NaN, or as zeros.
