@@ -184,7 +184,7 @@ def prepare(
         revision = first("revision", lambda: hub.pinned(revision).revision)
     tokens = load_tokens(config.source, tokenizer, context, revision=revision)
     check_context(model, tokens.context)
-    tokenizer_sha256 = None if is_ids or tokenizer is None else tokenizer_digest(tokenizer)
+    tokenizer_sha256 = None if tokenizer is None else tokenizer_digest(tokenizer)
     if read is not None:
         tokens = read.setdefault(json.dumps([tokenizer_sha256, tokens.about]), tokens.remembered())
     if before and "n_tokens" in before:  # of all processes or of none: counting is the first's, for all

@@ -152,7 +152,7 @@ def tally(
     sites, phases, _ = norms.shape
     sums = torch.zeros((sites, 3, 12 + phases), dtype=torch.float64, device=norms.device)
     out = Sums(sums, torch.full_like(sums[..., :3], torch.inf), torch.full_like(sums[..., :3], -torch.inf))
-    if norms.device.type == "cpu" and cpu.loaded().functions is not None:
+    if _compiled(norms):
         tallied = cpu.loaded().tally
     elif norms.device.type == "cuda" and (triton := angles_on_cuda(norms.device)) is not None:
         tallied = triton.tally
