@@ -240,18 +240,7 @@ def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor | None) -
 
     def module(cls: type, width: int, bias: Tensor | None, **options: bool) -> tuple[Any, ...]:
         norm = _norm(cls, width, gamma, bias, **options)
-        exact = copy.deepcopy(norm).double()
-
-        def of(norm: torch.nn.Module) -> Callable:
-            parameters = norm._parameters
-
-            def applied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-                parameters["weight"], parameters["bias"] = weight, bias  # pyright: ignore
-                return norm(x)
-
-            return applied
-
-        return of(norm), of(exact), width, bias
+        return _of_parameters(norm), _of_parameters(copy.deepcopy(norm).double()), width, bias
 
     def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.layer_norm(x, (d,), weight, bias, EPS)
@@ -289,6 +278,16 @@ def _with_gradients(x: Tensor, dz: Tensor, gamma: Tensor, beta: Tensor | None) -
         runs[name] = functools.partial(_gradients, function, given, of)
         _check_gradients(name, runs[name], lambda: _gradients(exact, [v.double() for v in given], of.double()))  # noqa: B023
     return runs
+
+
+def _of_parameters(norm: torch.nn.Module) -> Callable[..., Tensor]:
+    """A norm as a function of its input, gamma and beta."""
+
+    def applied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        norm._parameters["weight"], norm._parameters["bias"] = weight, bias  # pyright: ignore
+        return norm(x)
+
+    return applied
 
 
 def _gradients(function: Callable, given: list[Tensor], dz: Tensor) -> tuple[Tensor, ...]:
