@@ -232,7 +232,7 @@ def markdown(frame: pd.DataFrame) -> str:
         "the original on inputs that conversion did not see. `analyses/coverage.py` says what the columns mean. Every",
         "output counts, also one that is the stream itself; `convert(outputs=...)` leaves out those that nobody needs.",
         "",
-        *_rows([["family", *counts.columns, "all"]]),
+        *_head(["family", *counts.columns, "all"]),
         *(_row([family, *numbers, sum(numbers)]) for family, *numbers in counts.reset_index().to_numpy().tolist()),
     ]
     for family, title in FAMILIES.items():
@@ -243,7 +243,7 @@ def markdown(frame: pd.DataFrame) -> str:
             part = part[part.verdict.isin(["wrong", "crash"])]
         columns = UNBUILT if family in ("none", "not built") else COLUMNS
         if len(part):
-            lines += _rows([list(columns.values())])
+            lines += _head([*columns.values()])
             lines += [_row([_cell(row[c]) for c in columns]) for row in part.to_dict("records")]
     return "\n".join(lines) + "\n"
 
@@ -264,5 +264,5 @@ def _row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
 
 
-def _rows(header: list[list[str]]) -> list[str]:
-    return [_row(header[0]), "|" + " --- |" * len(header[0])]
+def _head(cells: list[str]) -> list[str]:
+    return [_row(cells), "|" + " --- |" * len(cells)]

@@ -58,7 +58,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     colors = dict(zip(vectors, figures.PALETTE, strict=False))
     for k, (title, shown) in enumerate(STEPS.items()):
         axes: Any = figure.add_subplot(2, 3, k + 1, projection="3d", computed_zorder=False)
-        _backdrop(axes, 2.0)
+        _backdrop(axes)
         longest_first = sorted(shown, key=lambda name: -np.linalg.norm(vectors[name]))  # else they hide what is shorter
         for name in longest_first:
             new = name == shown[-1]
@@ -74,8 +74,9 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     return figure
 
 
-def _backdrop(axes: Any, size: float) -> None:
+def _backdrop(axes: Any) -> None:
     """The uniform direction, and the plane through zero perpendicular to it."""
+    size = 2.0
     a, b = np.array([1, -1, 0]) / np.sqrt(2), np.array([1, 1, -2]) / np.sqrt(6)
     s, t = np.meshgrid([-size, size], [-size, size])
     axes.plot_surface(*(s * a[i] + t * b[i] for i in range(3)), color="0.6", alpha=0.12, linewidth=0)

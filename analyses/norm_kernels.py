@@ -57,15 +57,14 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         shapes, wide = list(part["shape"].unique()), 0.84 / len(shown)
         for k, name in enumerate(shown):
             rows = part[part.norm == name].set_index("shape").reindex(shapes)
-            error = _axes.quartiles(rows, "ratio")
+            places = np.arange(len(shapes)) + wide * (k - (len(shown) - 1) / 2)
             axes.bar(
-                np.arange(len(shapes)) + wide * (k - (len(shown) - 1) / 2), rows.ratio, wide, yerr=error,
+                places, rows.ratio, wide, yerr=_axes.quartiles(rows, "ratio"),
                 label=SHOWN[name], color="0.72" if name == "copy" else figures.PALETTE[k], linewidth=0,
                 error_kw={"elinewidth": 0.7, "capsize": 1.2, "capthick": 0.6},
             )  # fmt: skip
-            for at, value in enumerate(rows.ratio):
+            for place, value in zip(places, rows.ratio, strict=True):
                 if value > TOP:
-                    place = at + wide * (k - (len(shown) - 1) / 2)
                     axes.text(place, 0.97 * TOP, f"{value:.1f}", ha="center", va="top", color="white", fontsize=6)
         axes.axhline(1, color="0.3", linewidth=0.6)
         axes.set_ylim(0, TOP)
