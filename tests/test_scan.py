@@ -255,7 +255,7 @@ def test_numbers_are_refused_as_they_are_of_a_model(home, store, tiny, ids, name
 
 def test_a_cluster_of_this_process_is_one_too(store):
     """Its address, inproc://..., has no port."""
-    options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
     with pytest.importorskip("distributed").LocalCluster(**options) as cluster:
         found = angles_from_store(store, null=4, scheduler=cluster.scheduler_address, progress=False)
     pd.testing.assert_frame_equal(found.frame, angles_from_store(store, null=4, progress=False).frame)
