@@ -291,10 +291,10 @@ def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
         ConversionError: always; it says what to call.
     """
     raise ConversionError(
-        "save_pretrained would write a converted model as the native one: call normgeo.conversion.checkpoint.save("
-        "conversion, folder), or for one that was loaded, load it by from_pretrained(..., trust_remote_code=True) of "
-        "transformers; "
-        "to train one, convert(..., trainable=True), which saves as the model that it trains as"
+        "save_pretrained would write a converted model as the original architecture: call save(conversion, folder) of "
+        "normgeo.conversion.checkpoint; one that was loaded from a checkpoint is saved by save_pretrained after "
+        "from_pretrained(..., trust_remote_code=True) of transformers; to train one, convert(..., trainable=True), "
+        "which saves as the model that it trains as"
     )
 
 

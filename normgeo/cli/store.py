@@ -98,9 +98,10 @@ def verify(
     for problem in problems:
         console.print(problem, highlight=False, soft_wrap=True)
     if problems:
+        damaged = "1 file is" if len(problems) == 1 else f"{len(problems):,} files are"
         raise StoreError(
-            f"{store}: {len(problems)} files are missing or damaged; rows whose records (in commits/) are removed are "
-            f"captured again by normgeo capture --resume {store}"
+            f"{store}: {damaged} missing or damaged; remove the records of damaged rows (in commits/), and "
+            f"normgeo capture --resume {store} captures them again"
         )
     console.print(f"{store}: {checked:,} chunks are what was committed")
     if incomplete := HiddenStateStore(store).incomplete:
