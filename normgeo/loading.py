@@ -74,9 +74,11 @@ def load_model(
     """Load a model for inference from safetensors.
 
     Args:
-        name: a hub id, a local directory, or a name in `EMBEDDED`. A model of table 1 comes at its pinned revision.
-        dtype: "auto" is the checkpoint's own dtype; besides dtypes themselves what `pick_dtype` takes.
-        device: where to put it, as `usable_device` takes it; None leaves it on the CPU.
+        name: a hub id, a local directory, `embedded-layernorm` or `embedded-rmsnorm`. A model of *Geometry* table 1
+            comes at its pinned revision.
+        dtype: a torch dtype, or float64, float32, bfloat16 or float16. "auto" is the checkpoint's own (of the embedded
+            pair float32); None is float32 on a CPU, else "auto".
+        device: where to put it: a torch device, or "auto" for CUDA, MPS or the CPU; None leaves it on the CPU.
         device_map: "auto" spreads the layers over all GPUs through accelerate; None leaves them on one device.
         revision: commit, branch or tag on the hub.
         trust_remote_code: run the modelling code of the repository. Off unless asked for.
@@ -84,6 +86,10 @@ def load_model(
     Raises:
         ModelError: the model is missing, gated, damaged, or without (all of its) safetensors weights, its class is not
             known, or there is no such dtype, device or device map.
+
+    >>> model = load_model("embedded-layernorm")
+    >>> model.config.n_embd, model.dtype
+    (192, torch.float32)
     """
     if device_map not in (None, "auto"):
         raise ModelError(f"--device-map (device_map=) takes auto, received {device_map!r}; one device is --device's")

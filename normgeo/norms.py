@@ -40,15 +40,6 @@ ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.
 class _Norm(nn.Module):
     """What the three norms share: the affine parameters, eps, and the arithmetic's precision.
 
-    Args:
-        d: width of the input.
-        eps: what is added to the mean square.
-        affine: whether there is a gamma; `bias`: whether there is a beta too.
-        offset: gamma is `weight + offset`: 1 for the (1 + w) gains of some models.
-        centered: what comes in should have zero mean, which makes it worth a look.
-        dtype: of the parameters.
-        device: of the parameters.
-
     Attributes:
         kernel: name of the kernel that computes this norm; None where there is none.
     """
@@ -160,7 +151,22 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 class LayerNorm(_Norm):
-    r"""y = (x - mu 1) / sqrt(|x|^2 / d - mu^2 + eps), mu = 1.x / d (*Pre-RMSNorm* eq. 1)."""
+    r"""y = (x - mu 1) / sqrt(|x|^2 / d - mu^2 + eps), mu = 1.x / d, for x [..., d] (*Pre-RMSNorm* eq. 1).
+
+    It gives gamma * y + beta, with as much of them as there is.
+
+    Args:
+        d: width of the input.
+        eps: what is added to the mean square.
+        affine: whether there is a gamma; `bias`: whether there is a beta too.
+        offset: gamma is `weight + offset`: 1 for the (1 + w) gains of some models.
+        centered: what comes in should have zero mean, which makes it worth a look.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    >>> LayerNorm(3, eps=0.0, affine=False)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-1.2247,  0.0000,  1.2247])
+    """
 
     def standardized(self, x: Tensor, free: bool = False) -> Tensor:
         """The standardized input [..., d], before scale-and-shift; `free`: x may be written over."""
@@ -169,7 +175,13 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    r"""y = x / sqrt(|x|^2 / d + eps) (*Pre-RMSNorm* eq. 2)."""
+    r"""y = x / sqrt(|x|^2 / d + eps), for x [..., d] (*Pre-RMSNorm* eq. 2).
+
+    It gives gamma * y + beta, with as much of them as there is; arguments are those of `LayerNorm`.
+
+    >>> RMSNorm(2, eps=0.0, affine=False)(torch.tensor([1.0, 7.0]))
+    tensor([0.2000, 1.4000])
+    """
 
     kernel = "rmsnorm"
 
@@ -219,7 +231,12 @@ class CRMSNorm(_Norm):
         eps: what is added to the mean square.
         padded: x has n + 1 numbers, the last of which is zero and stays zero.
         expand: give all n + 1 numbers of the vector that y stands for, for readers that are not compressed.
-        **options: as for the other norms; gamma and beta are as wide as what comes out.
+        **options: those of `LayerNorm`; gamma and beta are as wide as what comes out.
+
+    The numbers 3, 1 stand for 3, 1, -4:
+
+    >>> CRMSNorm(2, eps=0.0, affine=False)(torch.tensor([3.0, 1.0])) * (26 / 3) ** 0.5
+    tensor([3.0000, 1.0000])
     """
 
     padded: bool

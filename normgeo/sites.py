@@ -110,6 +110,10 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     Raises:
         ModelError: it is no model of transformers, no input could be made, the forward pass failed, there is no norm,
             or a device map offloaded one, or the weights are not there.
+
+    >>> from normgeo import find_sites, load_model
+    >>> [(site.name, site.kind, site.role) for site in find_sites(load_model("embedded-layernorm"))][-2:]
+    [('transformer.h.5.ln_2', 'layernorm', 'mlp'), ('transformer.ln_f', 'layernorm', 'final')]
     """
     check_model(model)
     if model.device.type == "meta":

@@ -370,8 +370,8 @@ def observe(
         model: any transformers model that takes token ids.
         tokens: a stream, or an array of token ids whose rows are sequences.
         sinks: what takes them; see `Sink`.
-        sites: from `find_sites`, or a pattern for `select_sites`; None is all of them. A sink is told of a site by its
-            index here.
+        sites: from `find_sites`, or roles or patterns of names, comma-separated; None is all of them. A sink is told of
+            a site by its index here.
         qk: also the norms on the heads of queries and keys, where `sites` are not given themselves.
         n_tokens: exactly so many tokens; None takes all.
         batch: contexts that go through the model together.

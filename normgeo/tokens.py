@@ -259,11 +259,13 @@ def load_tokens(
     """Open a stream of tokens.
 
     Args:
-        data: "sample" (embedded, held-out Wikipedia text), "wikipedia", "openwebtext" or `hub.FORM` (streamed from the
-            hub), a path (of text, as `documents.KINDS` says, or .npy with ids), an array of ids whose rows are
-            sequences, or texts: a list of strings, or a data set whose rows have a "text".
+        data: "sample" (embedded, held-out Wikipedia text); "wikipedia", "openwebtext" or
+            "ORG/NAME[@CONFIGURATION[@SPLIT]]" (streamed from the hub); a path of text (.jsonl or .txt, .gz too,
+            .parquet, or a directory of these or of datasets' save_to_disk), with ":COLUMN" where the column is not
+            "text"; a path of ids (.npy); an array of ids whose rows are sequences; or texts: a list of strings, or a
+            data set whose rows have a "text".
         tokenizer: the model's tokenizer; not needed for ids.
-        context: tokens that the model sees together (1024 for text; the row length for ids).
+        context: tokens that the model sees together; None is 1024 for text, the row length for ids.
         exclude: documents to leave out, by their whole text.
         revision: of a data set on the hub the commit to read; None is what it is at now, for which the hub is asked.
 

@@ -36,7 +36,33 @@ TEXTS = ("data", "device", "device_map", "sites", "revision")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run's numbers are, as the command line gives it; None is the default."""
+    """Everything that decides what a run's numbers are, as the options of `normgeo angles` of the same names do.
+
+    Attributes:
+        models: hub ids, local directories or names of the embedded pair.
+        data: text or token ids, as `load_tokens` takes them by name or path, `:COLUMN` included; None is the embedded
+            sample for embedded models, else Wikipedia.
+        tokens: how many are measured, exactly; None is 1,000,000, or all that the data has.
+        context: tokens that a model sees together; None is up to 1024.
+        batch: contexts in a forward pass.
+        dtype: auto, float64, float32, bfloat16 or float16; None is float32 on a CPU, else auto.
+        device: auto (CUDA, MPS, CPU) or a torch device.
+        device_map: "auto" spreads the layers over all GPUs.
+        null: number of random directions in the null ensemble.
+        null_every: the null ensemble is measured on about one token in so many.
+        seed: of the random directions.
+        sites: only these norms: roles or patterns of names, comma-separated.
+        qk: include the norms on the heads of queries and keys.
+        keep: `scalars` keeps norm and angles of every token, `none` nothing; None keeps them of up to 2M tokens.
+        revision: commit, branch or tag on the hub.
+        trust_remote_code: run the code of the model's repository.
+
+    Raises:
+        NormGeoError: a number or a word is out of range.
+
+    >>> RunConfig(("embedded-layernorm",), tokens=2000, context=64).source
+    'sample'
+    """
 
     models: tuple[str, ...] = tuple(EMBEDDED)
     data: str | None = None

@@ -335,7 +335,8 @@ def measure_angles(
         null: number of random directions in the null ensemble.
         null_every: the null ensemble meets about one token in so many (1: all of them).
         seed: of the random directions.
-        sites: a pattern for `select_sites`, or sites from `find_sites`; None is every site.
+        sites: roles or patterns of names, comma-separated (`mlp`, `*ln_1`), or sites from `find_sites`; None is every
+            site.
         qk: also the norms on the heads of queries and keys, where `sites` are not given themselves.
         bos: token id reported apart as BOS; None is the model configuration's.
         name: the model's name in the table.

@@ -89,6 +89,10 @@ def save(
         ConversionError: the certificate has not passed, the model has hooks or a structure that a checkpoint does not
             tell, or the model's code is not part of transformers.
         RunError: the directory exists, or cannot be written.
+
+    >>> from normgeo import convert, load_model
+    >>> save(convert(load_model("openai-community/gpt2")), "converted")     # doctest: +SKIP
+    'remote'
     """
     if not conversion.certificate.passed:
         raise ConversionError("the certificate did not pass; such a model is not saved")

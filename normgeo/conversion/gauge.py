@@ -128,6 +128,10 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     Raises:
         ModelError: it is no model of transformers; the outputs or their gradients are NaN, or random (two passes
             differ); a copy reads its weights; or gradients are not to be had, under `torch.inference_mode`.
+
+    >>> from normgeo import find_gauge, load_model
+    >>> find_gauge(load_model("embedded-layernorm")).writers[0].parameter
+    'transformer.wte.weight'
     """
     check_model(model)
     if torch.is_inference_mode_enabled():

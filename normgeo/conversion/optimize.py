@@ -185,6 +185,9 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     Raises:
         ConversionError: there is nothing to fuse, hooks are in the way, or the outputs differ; the model is as it was.
         ModelError: no input could be made, or the model fails on it.
+
+    >>> from normgeo import convert, load_model, optimize
+    >>> fast = optimize(convert(load_model("openai-community/gpt2")).model)     # doctest: +SKIP
     """
     if not isinstance(model, PreTrainedModel):
         raise ConversionError(f"optimize takes a model, as in optimize(convert(...).model), not a {_kind(model)}")

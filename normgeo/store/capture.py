@@ -42,7 +42,16 @@ REBUILT_WITHIN = 0.01  # of the largest output: beyond this a norm does somethin
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """What to capture: one model's run, the phases to keep, and how large a chunk may be in bytes."""
+    """What to capture.
+
+    Attributes:
+        run: of one model, what is measured and how.
+        phases: which vectors are kept: some of `pre` (a norm's input), `standardized` and `post` (its output).
+        chunk_bytes: how large a chunk may be.
+
+    Raises:
+        NormGeoError: there are several models, or phases or bytes out of range.
+    """
 
     run: RunConfig
     phases: tuple[str, ...] = ("pre",)
@@ -92,11 +101,13 @@ def start_capture(
         progress: show a bar, of the first process's share.
 
     Returns:
-        The table, in the first process.
+        The table, in the first process; None in the others.
 
     Raises:
         StoreError: the place holds something else, is in use, or cannot hold what is asked for.
         NormGeoError: whatever is wrong with the model, the data or the hidden states.
+
+    >>> start_capture(CaptureConfig(RunConfig("openai-community/gpt2", tokens=100_000)), "store")   # doctest: +SKIP
     """
     config = replace(config, run=config.run.absolute())
     ranks = ranks or Ranks.from_environment()

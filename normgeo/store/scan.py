@@ -107,7 +107,7 @@ def angles_from_store(
         null: number of random directions in the null ensemble; as many as `capture` had, unless said.
         null_every: the null ensemble meets one token in so many; as in `capture`, unless said.
         seed: of the random directions; as in `capture`, unless said.
-        sites: a pattern for `select_sites`.
+        sites: only these norms: roles or patterns of names, comma-separated.
         batch: contexts at once; the statistics are equal to the last bit with as many as went through the model.
         scheduler: address of a dask.distributed scheduler, whose workers see the store under the same path; without
             one, as many threads as torch has.
@@ -120,6 +120,8 @@ def angles_from_store(
         RunError: the scalars' directory is there already, or cannot be written.
         DataError: a number is too small, or `sites` matches none.
         NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
+
+    >>> print(angles_from_store("store", null=1024).verdict())                                      # doctest: +SKIP
     """
     check_numbers(null=null, null_every=null_every, seed=seed, batch=batch)
     store = path if isinstance(path, HiddenStateStore) else HiddenStateStore(path)

@@ -203,6 +203,10 @@ def measure_checkpoints(
         RunError: the checkpoints have different data, those of one model different tokens, or a table was kept of other
             weights, tokens or random directions.
         NormGeoError: whatever is wrong with a model or the data.
+
+    >>> from normgeo.training.checkpoints import find_checkpoints                                   # doctest: +SKIP
+    >>> points = find_checkpoints("EleutherAI/pythia-160m", "step?000")                             # doctest: +SKIP
+    >>> measure_checkpoints(points, RunConfig(tokens=20_000)).groupby("step").energy_share.mean()   # doctest: +SKIP
     """
     options: dict[str, Any] = {"announce": announce, "progress": progress, "resumed": resumed}
     return _table(_frames(points, config, None if parts is None else Path(parts), Ranks(), lambda: None, **options))

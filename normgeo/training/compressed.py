@@ -82,13 +82,23 @@ class Reader(nn.Module):
 
 
 def compressed(model: PreTrainedModel) -> PreTrainedModel:
-    """The Pre-CRMSNorm training form of a Pre-LN model of width d + 1: a copy with streams of width d, readers too.
+    """The Pre-CRMSNorm training form of a Pre-LN model: an equal copy that trains as it does (*Pre-RMSNorm* eq. 5, 6).
 
-    It is for models all of whose norms are LayerNorms, read by linear layers alone, and whose streams are written by
-    parameters alone: GPT-2, ViT, GPT-NeoX and their like.
+    Of a model of width d + 1, streams and what the readers are given have width d: x stands for (x, -sum x). A writer
+    keeps its parameter V and acts with the first d rows of center(V); a reader keeps its own and acts with gamma and
+    beta folded into it.
+
+    Args:
+        model: one all of whose norms are LayerNorms that only linear layers read, and whose streams only parameters
+            write: GPT-2, ViT, GPT-NeoX and their like. It is not changed.
 
     Raises:
         ConversionError: the model is no such, or the copy does not give its outputs.
+
+    >>> from normgeo.loading import load_model
+    >>> form = compressed(load_model("embedded-layernorm"))
+    >>> form.transformer.wte.weight.shape, form.transformer.wte.parametrizations.weight.original.shape
+    (torch.Size([4096, 191]), torch.Size([4096, 192]))
     """
     inputs = example_inputs(model)
     gauge = find_gauge(model, inputs)

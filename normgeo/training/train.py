@@ -374,6 +374,8 @@ def train(
 ) -> tuple[PreTrainedModel, pd.DataFrame]:
     """Train one twin, or go on where `folder` says that its training stopped: that of the same recipe on the same data.
 
+    Arguments are those of `Trainer`; `held_out` is evaluated on, `report` gets rows to print, `log` every step and row.
+
     Returns:
         The model in evaluation mode, and its learning curve: a row per step (`Trainer.curve`).
 
@@ -388,9 +390,8 @@ def train(
     >>> from normgeo.tokens import TokenStream
     >>> recipe = recipe_for("tiny", layers=1, d=8, heads=2, steps=3, batch=2, context=8, precision="no")
     >>> corpus = Shuffled(TokenStream.from_array(list(range(16)) * 9), recipe.context, recipe.seed)
-    >>> model, curve = train("rmsnorm", recipe, corpus, vocabulary=16, device="cpu")
-    >>> len(curve)
-    3
+    >>> train("rmsnorm", recipe, corpus, vocabulary=16, device="cpu")[1].step.tolist()
+    [1, 2, 3]
     """
     what = f"a step of {recipe.batch:,} sequences of {recipe.context:,} tokens, in {recipe.accumulate:,} passes,"
     with memory_explained(what, "give a new run a smaller --batch or a larger --accumulate"):
