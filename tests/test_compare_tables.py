@@ -33,6 +33,7 @@ def test_the_table_has_the_angle_before_the_norm_first(models, ids):
     before, after, table = result.by_site(phase="pre"), result.by_site(phase="post"), result.table()
     for site in before.index:
         assert f"{before.a[site]:.2f} → {after.a[site]:.2f}  " in table
+    assert str(result) == table  # what print and a notebook show
 
 
 def test_models_whose_paths_begin_alike_are_told_apart_in_a_narrow_table(models, ids):

@@ -98,6 +98,9 @@ class Comparison:
         about = {"reference": self.reference, **self.about}
         return json.dumps(about | {"models": rows}, indent=2, allow_nan=False) + "\n"
 
+    def __repr__(self) -> str:
+        return self.table()
+
     def table(self, width: int = 120) -> str:
         """Metrics with a column a model, then the angles to the uniform vector by layer."""
         before, after = self.by_site(phase="pre"), self.by_site(phase="post")
