@@ -66,7 +66,9 @@ def check_alone(command: str) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error. Works anywhere on the command line.")
+    ] = False,
     version: Annotated[
         bool | None, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = None,

@@ -59,7 +59,7 @@ def bench_inference(
     trust_remote_code: Trusting = False,
     out: Annotated[Path | None, typer.Option(help="Write the raw timings here, as .parquet, after every case.")] = None,
 ) -> None:
-    """Time a Pre-LN model, its conversions and its floor without norms, whole and in their norms alone."""
+    """Time a Pre-LN model, its conversions and its floor without norms: whole passes, and the norms inside them."""
     import pandas as pd
 
     from normgeo.bench import inference as inference_bench

@@ -16,8 +16,9 @@ __all__ = [
 Data = Annotated[
     str | None,
     typer.Option(
-        help="sample, wikipedia, openwebtext; ORG/NAME[@CONFIGURATION\\[@SPLIT]] on the hub; or a path: .jsonl, "
-        ".txt, .parquet, a directory ... of text, .npy of ids. With :COLUMN behind it where that is not 'text'.",
+        help="sample, wikipedia or openwebtext; ORG/NAME[@CONFIGURATION\\[@SPLIT]] on the hub; or a path: text in "
+        ".jsonl, .txt, .parquet or a directory, or token ids in .npy. End it with :COLUMN to read another column than "
+        "'text'.",
         show_default="sample for embedded models, else wikipedia",
     ),
 ]

@@ -28,7 +28,7 @@ def train(
         str, typer.Option(help="Text, as for `angles --data`; hub data sets are streamed.")
     ] = "openwebtext",
     exclude: Annotated[
-        Path | None, typer.Option(help="Documents to leave out, the held-out text: a file, or sample.")
+        Path | None, typer.Option(help="Held-out documents, left out of training and evaluated on: a file, or sample.")
     ] = None,
     tokenizer: Annotated[
         str | None,
