@@ -49,6 +49,27 @@ def test_models_behind_one_that_cannot_be_measured_are(tmp_path, no_figures):
     assert table.frame.model.unique().tolist() == ["embedded-rmsnorm", "bad", "embedded-layernorm"]
 
 
+def test_models_are_measured_on_one_text(tmp_path, no_figures):
+    """A file that is another one when the next model is loaded gives no table that compares the two."""
+    for name in ("gpt2", "llama"):
+        tiny(name).save_pretrained(tmp_path / name)
+    data, out = tmp_path / "ids.npy", tmp_path / "run"
+    texts = [np.random.default_rng(seed).integers(3, 96, (8, 16)) for seed in (0, 1)]
+    np.save(data, texts[0])
+    models = (str(tmp_path / "gpt2"), str(tmp_path / "llama"))
+    config = RunConfig(models, str(data), null=4, batch=2, device="cpu")
+
+    def replaced(_):
+        np.save(tmp_path / "new.npy", texts[1])
+        (tmp_path / "new.npy").replace(data)
+
+    with pytest.raises(RunError, match=r"llama: .* another data sha256: .*; the results of gpt2 are in .*--resume"):
+        start_run(config, out, announce=replaced, progress=False)
+    np.save(data, texts[0])
+    table = resume_run(out, progress=False)
+    assert table.frame.model.unique().tolist() == ["gpt2", "llama"]
+
+
 @pytest.fixture
 def stopped(tmp_path, monkeypatch, no_figures):
     """A run with scalars that was ended behind the second of four blocks."""

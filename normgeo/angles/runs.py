@@ -243,6 +243,8 @@ def _measured(
     def noted() -> dict[str, Any]:
         if record["status"] == "new":  # only now is it known that the model and the data exist
             record.update(new_record(config))
+        for other in record["models"].values():  # models are compared on one text, which may be another file by now
+            check_same(other, job.about, out, ("data_sha256",))
         check_same(record["models"].setdefault(name, job.about), job.about, out)
         write_json(out / "run.json", record)
         return record["models"][name]
