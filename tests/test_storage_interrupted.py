@@ -1,10 +1,12 @@
 """What a power cut or a kill may leave of a storage, and which writers are dead."""
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 
 from normgeo.errors import StoreError
 from normgeo.store.holder import holder, is_dead, read_holder
@@ -50,6 +52,23 @@ def test_chunks_are_synced_and_then_the_folders_of_their_names(disk, journal):
 def test_the_name_of_a_run_is_synced(tmp_path, journal):
     with Disk(tmp_path / "s").writing():
         assert (tmp_path / "s/lock").stat().st_ino in journal
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from normgeo.store.storage import Disk
+from normgeo.system.files import check_folder
+sys.addaudithook(lambda event, _: event == "os.remove" and os.kill(os.getpid(), signal.SIGKILL))
+exec(sys.argv[1], {"place": Path(sys.argv[2]), "check_folder": check_folder, "Disk": Disk})
+"""
+
+
+@pytest.mark.parametrize("trying", ["check_folder(place)", "Disk(place).rate(4096)"])
+def test_a_kill_while_it_is_tried_whether_a_place_can_be_written_leaves_it_empty(trying, tmp_path):
+    """For what is not empty is refused when the same command is given again."""
+    assert Forked(KILLED, trying, tmp_path).ended().returncode in (0, -signal.SIGKILL)
+    assert not Disk(tmp_path).occupied()
 
 
 def test_what_only_begins_as_a_record_is_none(disk):

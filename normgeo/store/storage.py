@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -354,21 +355,20 @@ class Disk(Storage):
     def rate(self, nbytes: int = 64 << 20) -> float:
         """Bytes a second of a sequential write, as chunks are written, fsync included."""
         nbytes = min(nbytes, shutil.disk_usage(self._folder()).free // 2)  # a store may need most of it
-        size = max(4096, min(16 << 20, nbytes) // 4096 * 4096)
-        block, path = pages(size), self._folder() / f".rate-{os.getpid()}"
+        block = pages(max(4096, min(16 << 20, nbytes) // 4096 * 4096))
         block[:] = np.random.default_rng(0).integers(0, 256, len(block), np.uint8)
         blocks = max(1, nbytes // len(block))
         try:
-            began = time.perf_counter()
-            file = direct.NewFile(path)
-            try:
-                path.unlink()  # a kill leaves nothing of it
-                for _ in range(blocks):
-                    file.append(block)
-                file.sync()
-            finally:
-                file.close()
-            return blocks * len(block) / (time.perf_counter() - began)
+            with tempfile.TemporaryFile(dir=self._folder()) as unnamed:  # of which a kill leaves nothing
+                began = time.perf_counter()
+                file = direct.NewFile(Path(f"/dev/fd/{unnamed.fileno()}"))
+                try:
+                    for _ in range(blocks):
+                        file.append(block)
+                    file.sync()
+                finally:
+                    file.close()
+                return blocks * len(block) / (time.perf_counter() - began)
         except OSError as error:
             raise StoreError(f"{self} cannot be written: {error.strerror}; give another place") from error
 

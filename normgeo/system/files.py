@@ -94,9 +94,12 @@ def check_name(out: Path, option: str = "directory") -> None:
         ) from error
 
 
-def _try(folder: Path, name: str = "normgeo") -> None:
-    """Write a file that is as long in its name as `write_whole`'s scratch: rights alone do not tell."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=name):
+def _try(folder: Path, name: str | None = None) -> None:
+    """Write a file, for rights alone do not tell: with a name, as long a one as that of `write_whole`'s scratch.
+
+    Where none is given it has none, so that a kill leaves nothing in a folder that has to be empty.
+    """
+    with tempfile.TemporaryFile(dir=folder) if name is None else tempfile.NamedTemporaryFile(dir=folder, prefix=name):
         pass
 
 
