@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from normgeo.encoding import Encoder
+from normgeo.errors import DataError
 
-__all__ = ["Context", "Packed", "remembered"]
+__all__ = ["Context", "Contexts", "Packed", "remembered", "watched"]
 
 MARK_EVERY = 1 << 20
 
 Context = tuple[np.ndarray, np.ndarray]
 """Token ids and the document each belongs to, both int64 [time]."""
+
+Contexts = Callable[[int], Iterator[Context]]
+"""Those from a token on that begins one."""
 
 
 class Packed:
@@ -71,9 +77,7 @@ class Packed:
         return ((first + i, ids) for i, ids in self._encode(texts))
 
 
-def remembered(
-    contexts: Callable[[int], Iterator[Context]], context: int, most: int
-) -> Callable[[int], Iterator[Context]]:
+def remembered(contexts: Contexts, context: int, most: int) -> Contexts:
     """The same contexts, of which the first `most` are made once: from a token on that begins one, all of one length.
 
     They are kept as they pass by, and nothing is read before it is asked for.
@@ -94,3 +98,33 @@ def remembered(
         whole = whole or at == len(kept)  # behind the last there is nothing to look for
 
     return passing
+
+
+def watched(path: Path) -> Callable[[Contexts], Contexts]:
+    """Contexts of a file that lies in memory only where it is read, as it was now: what is written to it is seen there.
+
+    A file that takes the name of this one is another, and does not matter.
+
+    Raises:
+        DataError: from the contexts, once it was written to.
+    """
+    before = path.stat()
+
+    def check() -> None:
+        try:
+            now = path.stat()
+        except FileNotFoundError:
+            return
+        if os.path.samestat(now, before) and (now.st_mtime_ns, now.st_size) != (before.st_mtime_ns, before.st_size):
+            raise DataError(f"{path} was written to while it was read, and its ids may be others now; start again")
+
+    def watching(contexts: Contexts) -> Contexts:
+        def unchanged(start: int = 0) -> Iterator[Context]:
+            for context in contexts(start):
+                check()  # of a copy
+                yield context
+                check()  # beyond its end the system ends whoever looks for more
+
+        return unchanged
+
+    return watching

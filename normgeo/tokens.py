@@ -19,7 +19,7 @@ import numpy as np
 from normgeo.documents import digest_of, holds_texts, located, read_documents, whole
 from normgeo.errors import DataError
 from normgeo.hub import HUB, LARGE, HubText, texts
-from normgeo.packing import Context, Packed, remembered
+from normgeo.packing import Context, Contexts, Packed, remembered, watched
 
 __all__ = ["ROWS", "SAMPLE", "TokenBatch", "TokenStream", "absolute", "counted", "holds_ids", "load_tokens", "on_hub"]
 
@@ -74,7 +74,7 @@ class TokenStream:
         revision: of a data set that is read from the hub its commit.
     """
 
-    contexts: Callable[[int], Iterator[Context]]
+    contexts: Contexts
     context: int
     source: str
     digest: str
@@ -287,7 +287,9 @@ def load_tokens(
     if holds_ids(data):
         if exclude:
             raise DataError(f"{data} holds token ids, of which no texts can be left out")
-        return TokenStream.from_array(_load_ids(Path(data)), context=context, source=str(data))
+        ids, watching = _load_ids(Path(data)), watched(Path(data))  # before its digest is taken
+        stream = TokenStream.from_array(ids, context=context, source=str(data))
+        return replace(stream, contexts=watching(stream.contexts))
     context = _length(context, 1024)
     if hub is not None:
         _check_tokenizer(tokenizer, hub.name)

@@ -1,4 +1,4 @@
-"""No more of a text is tokenized than is asked for."""
+"""No more of a text is tokenized than is asked for, and ids of a file are those that were in it when it was opened."""
 
 import numpy as np
 import pytest
@@ -67,3 +67,19 @@ def test_contexts_of_which_some_are_kept_come_as_they_were_from_any_beginning(mo
     for start in (3, 0, 1, 6, 0):
         assert list(again(3 * start)) == [0, 1, 2, 3, 4][start:]
     assert made == [3, 4, *range(5)] + ([] if most > 5 else [*range(max(1, most), 5), *range(most, 5)])
+
+
+def test_ids_in_a_file_that_is_written_to_are_refused_and_one_of_its_name_does_not_matter(tmp_path):
+    """They would be measured under the digest of those that were there."""
+    data, ids = tmp_path / "ids.npy", np.arange(40).reshape(4, 10)
+    np.save(data, ids)
+    for write, expected in ((tmp_path / "new.npy", ids[1]), (data, None)):
+        batches = load_tokens(data).batches(None, 1)
+        next(batches)
+        np.save(write, ids + 1)
+        write.replace(data)
+        if expected is not None:
+            np.testing.assert_array_equal(next(batches).ids[0], expected)
+            continue
+        with pytest.raises(DataError, match=r"ids.npy was written to while it was read"):
+            next(batches)
