@@ -146,6 +146,28 @@ def test_what_the_first_cannot_do_ends_the_others_without_a_word(tmp_path):
     assert "error" not in other.stderr
 
 
+DIES = """
+import os, signal
+from normgeo.training.train import Trainer
+take_step = Trainer.take_step
+def dies(trainer):
+    if trainer.step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take_step(trainer)
+Trainer.take_step = dies
+""" + NORMGEO  # fmt: skip
+
+
+def test_of_one_that_was_killed_the_others_say_so_in_a_line(tmp_path):
+    """Where no launcher ends them first."""
+    articles(tmp_path)
+    first, _ = ranks(DIES, *command(tmp_path, "two", *WORDS, "--steps", 4))
+    assert first.ended().returncode == 1
+    assert "another process of this training has ended; what was saved is safe" in " ".join(first.stderr.split())
+    assert "Traceback" not in first.stderr
+    Forked(NORMGEO, "train", "--resume", tmp_path / "two").done()
+
+
 def test_a_launcher_that_starts_all_again_is_another_meeting(monkeypatch):
     shared = HashStore()
     monkeypatch.setenv("WORLD_SIZE", "2")

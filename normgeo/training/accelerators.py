@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import accelerate
@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from normgeo.errors import NormGeoError
+from normgeo.errors import NormGeoError, first_line
 from normgeo.training.recipe import Recipe
 
 __all__ = [
     "by_first",
     "check_agreed",
     "check_sharding",
+    "loss_explained",
     "part_tensor",
     "prepared",
     "processes",
@@ -87,6 +88,22 @@ def by_first(do: Callable[[], T]) -> T | None:
     if failed[0]:
         raise SystemExit(1)
     return result
+
+
+@contextmanager
+def loss_explained() -> Iterator[None]:
+    """That another process has ended, as whatever is exchanged with it next shows, as one line.
+
+    Raises:
+        NormGeoError: that line.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):  # whose errors have no type
+            raise
+        safe = "what was saved is safe: --resume goes on from there"
+        raise NormGeoError(f"another process of this training has ended; {safe} ({first_line(error)})") from error
 
 
 def start_accelerator(recipe: Recipe, device: str = "auto") -> accelerate.Accelerator:

@@ -29,7 +29,7 @@ from normgeo.system.files import check_folder, disk_explained, status_in, unread
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
 from normgeo.system.versions import command_line, versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
-from normgeo.training.accelerators import by_first, check_agreed, processes, start_accelerator
+from normgeo.training.accelerators import by_first, check_agreed, loss_explained, processes, start_accelerator
 from normgeo.training.corpus import Corpus, Shuffled, kept, open_corpus
 from normgeo.training.log import tensorboard
 from normgeo.training.recipe import MOST, NORMS, Recipe
@@ -96,6 +96,7 @@ def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
         yield shared[0]
 
 
+@loss_explained()
 def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **options: Any) -> dict[str, Path]:
     """Train twins in a new directory.
 
@@ -104,7 +105,8 @@ def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **optio
 
     Raises:
         RunError: the directory holds something, or the disk is full.
-        NormGeoError: whatever is wrong with the data or the recipe, or a loss that is not finite.
+        NormGeoError: whatever is wrong with the data or the recipe, a loss that is not finite, or another process of
+            the training has ended.
     """
     out, state = Path(out), processes(config.device)
     occupied = taken(out)
@@ -147,6 +149,7 @@ def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **optio
             return _train_all(config, recipe, out, record, given, **options)
 
 
+@loss_explained()
 def resume_training(out: str | Path, **options: Any) -> dict[str, Path]:
     """Finish an interrupted training with the settings it was started with.
 
