@@ -144,18 +144,20 @@ def own(name: str, *, batch: int = 4, context: int = 256, seed: int = 0, **named
     Its Pre-CRMSNorm form has streams that are one narrower. What else is `named` goes to `load_model`.
 
     Raises:
-        NormGeoError: there is no such model, or it is no causal language model nor a classifier of images.
+        NormGeoError: there is no such model, it is no causal language model nor classifies images, or lacks a form.
     """
-    model = load_model(name, dtype=torch.float32, **named)
-    config: Any = model.config.get_text_config()
-    is_image, classes = model.main_input_name == "pixel_values", int(getattr(config, "num_labels", 0))
-    if not (is_image and classes) and not model.can_generate():
-        raise NormGeoError(f"{type(model).__name__} is no causal language model, nor a classifier of images")
 
     def build(form: str) -> PreTrainedModel:
         return _in_form(form, _without_dropout(load_model(name, dtype=torch.float32, **named)).requires_grad_(True))
 
+    model = build("layernorm")
+    config: Any = model.config.get_text_config()
+    is_image, classes = model.main_input_name == "pixel_values", int(getattr(config, "num_labels", 0))
+    if not (is_image and classes) and not model.can_generate():
+        raise NormGeoError(f"{type(model).__name__} is no causal language model, nor a classifier of images")
     recipe = recipe_for("tiny", batch=batch, context=None if is_image else context)  # refuses what is no step
+    for form in FORMS[1:]:
+        _in_form(form, model)  # a model that has none is refused here, before others are timed
     shape = (config.num_hidden_layers, config.hidden_size, getattr(config, "num_attention_heads", 0))
     generator = torch.Generator().manual_seed(seed)
     if is_image:
@@ -259,9 +261,7 @@ def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
 def _plain(reader: Reader) -> nn.Linear:
     weight, bias = reader.folded()
     new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None).to(weight)
-    new.weight = nn.Parameter(weight)
-    if bias is not None:
-        new.bias = nn.Parameter(bias)
+    new.weight, new.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
     return new
 
 
