@@ -23,7 +23,7 @@ from normgeo.loading import label_of, load_model, load_tokenizer
 from normgeo.sites import NormSite
 from normgeo.stream import check_context
 from normgeo.system.files import read_table
-from normgeo.tokens import TokenStream, load_tokens
+from normgeo.tokens import TokenStream, holds_ids, load_tokens
 
 ScalarStores = dict[str, ScalarStore]
 
@@ -112,7 +112,8 @@ def opened(model: Named, data: Any = "sample", context: int | None = None) -> tu
     if isinstance(model, PreTrainedModel):
         name, loaded, tokenizer = type(model).__name__, model, None
     else:
-        name, loaded, tokenizer = label_of(str(model)), load_model(model), load_tokenizer(model)
+        name, loaded = label_of(str(model)), load_model(model)
+        tokenizer = None if holds_ids(data) else load_tokenizer(model)
     context = min(CONTEXT, max_context(loaded) or CONTEXT) if context is None else context
     check_context(loaded, context)
     return name, loaded, load_tokens(data, tokenizer, context)

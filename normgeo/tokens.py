@@ -231,9 +231,15 @@ def _digest(rows: np.ndarray) -> str | None:
     return digest.hexdigest()
 
 
-def holds_ids(data: str | Path) -> bool:
-    """Whether a file of this name holds token ids, and no text."""
-    return Path(data).suffix.lower() == ".npy"
+def holds_ids(data: str | Path | Any) -> bool:
+    """Whether it is token ids that are given, or that a file of this name holds, and no text: no tokenizer is needed.
+
+    Raises:
+        DataError: what is given is neither.
+    """
+    if isinstance(data, (str, Path)):
+        return Path(data).suffix.lower() == ".npy"
+    return _given_texts(data) is None
 
 
 def on_hub(data: str | Path) -> HubText | None:

@@ -43,7 +43,10 @@ def analysis(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_models_of_ones_own_by_command(analysis, ids):
+def test_models_of_ones_own_by_command(normgeo, analysis):
+    """Of token ids no tokenizer is read: a damaged one, which is warned of, is none of their business."""
+    Path("gpt2/tokenizer.json").write_text("{")
+    assert not normgeo("bench", "stream", "gpt2", "--data", "ids.npy", "--context", 16, "--rounds", 1)[0]
     causal = analysis("causal_test", "--model", "gpt2", "--data", "ids.npy", "--tokens", 100)
     assert set(causal.model) == {"gpt2"}
     assert set(causal.tokens) == {100}

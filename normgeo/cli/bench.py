@@ -138,13 +138,13 @@ def bench_stream(
     """Compare the base model's forward pass with ways of measuring its hidden states."""
     from normgeo.bench.stream import bench_stream
     from normgeo.loading import load_model, load_tokenizer
-    from normgeo.tokens import load_tokens
+    from normgeo.tokens import holds_ids, load_tokens
 
     quiet()
     check_file(out)
     named = {"revision": revision, "trust_remote_code": trust_remote_code}
     loaded = load_model(model, dtype=dtype, device=device, **named)
-    tokens = load_tokens(data, load_tokenizer(model, **named), context)
+    tokens = load_tokens(data, None if holds_ids(data) else load_tokenizer(model, **named), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
     shown = table("variant", "ratio to base", "quartiles", "seconds a batch")
     for row in frame.to_dict("records"):
