@@ -28,7 +28,7 @@ PROJECTIONS = r"w?([qkvo]|qkv)(_?proj)?|out_proj|query|key|value|query_key_value
 ATTENTION = re.compile(rf"attn|attention|(^|\.)q_proj$|^({PROJECTIONS})$", re.IGNORECASE)
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec", re.IGNORECASE)
 MIXER = re.compile(
-    r"mamba|mixer|ssm|lstm|recurrent|retention|hyena|temporal|time_mix|token_mix|^conv\.|(^|\.)(gru|rnn|gla|s4d?|s6|tmix)(\.|$)",
+    r"mamba|mixer|ssm|lstm|recurrent|retention|hyena|temporal|time_mix|token_mix|^conv\.|(^|\.)(gru|rnn|gla|s4d?|s6|t?mix)(\.|$)",
     re.IGNORECASE,
 )
 

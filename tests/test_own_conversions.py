@@ -107,13 +107,12 @@ def test_gains_of_another_shape_are_converted():
         torch.testing.assert_close(conversion.model(IDS)["logits"], model(IDS), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["retention", "hyena", "gru", "token_mixing", "gla"])
+@pytest.mark.parametrize("name", ["retention", "hyena", "gru", "token_mixing", "gla", "mix"])
 def test_what_mixes_tokens_by_its_name_is_a_mixer(name):
     class Mixing(Block):
         def __init__(self):
             super().__init__()
-            setattr(self, name, self.mix)
-            del self.mix
+            self.add_module(name, self._modules.pop("mix"))
 
         def forward(self, x):
             x = x + getattr(self, name)(self.norm1(x).cumsum(1) / 20)
