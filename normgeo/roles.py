@@ -243,12 +243,13 @@ class Placer:
         readers = [c for c in later if not self.trace.adds(c)]  # which a residual stream goes on from
         readers = [c for c in readers if not any(c.holds(other) for other in readers)]  # of wrappers what is in them
         readers = around or readers
-        if before and after and not self._on_sum(norm) and block.part(before[-1]) == block.part(after[0]):
+        attention = block.attention_of(norm)
+        late = attention is not None and norm.began > attention.scored  # on what attention gives
+        inside = attention is not None and not late and bool(before) and attention.holds(before[-1])
+        if before and after and not self._on_sum(norm) and (inside or block.part(before[-1]) == block.part(after[0])):
             module = block.part(norm)[1]
             beside = [w for w in weights if module and block.part(w)[1] == module]  # a q_proj tells of the others
             heads = any(block.branch(c).endswith("attention") for c in (norm, before[-1], after[0], *beside))
-            attention = block.attention_of(norm)
-            late = attention is not None and norm.began > attention.scored  # on what attention gives
             return "qk" if heads and not late and not any(r.weight for r in readers) else "inner"
         if before and (self._is_post_norm(stack) or not readers):
             return f"post_{block.branch(before[-1])}"
@@ -260,9 +261,10 @@ class Placer:
     def _on_sum(self, norm: Call) -> bool:
         """Whether it normalizes what its layer is given, or a sum that is like it, and so is not inside a branch."""
         layer = self.trace.running(norm)
-        if layer is None or not layer.inputs or layer.inputs[0].shape != norm.inputs[0].shape:
+        if layer is None or not layer.inputs or layer.inputs[0].shape[-1] != norm.inputs[0].shape[-1]:
             return False
-        return norm.reads_from(layer.inputs[0]) or not self.trace.sums.isdisjoint(norm.reads)
+        alike = layer.inputs[0].shape == norm.inputs[0].shape  # which what is joined to others is not
+        return norm.reads_from(layer.inputs[0]) or (alike and not self.trace.sums.isdisjoint(norm.reads))
 
     def _is_post_norm(self, stack: str) -> bool:
         """Whether all layers of a stack that have both begin with a weight, not a norm.

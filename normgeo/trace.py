@@ -42,7 +42,7 @@ class Call:
         by_torch: whether that was by a function of torch's.
         crosses: whether a function of torch's that has the matrices weighed what the call around it was given as well,
             behind its first argument.
-        reads: the memory of its inputs, and of what they are casts, copies or modulations of.
+        reads: the memory of its inputs, and of what they are casts, copies or modulations of, or were joined of.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Call:
     reads: set[int] = field(default_factory=set)
 
     def feeds(self, other: Call) -> bool:
-        """Whether the other call reads this one's output: a view, a cast, a copy or a modulation of it."""
+        """Whether the other call reads this one's output: a view, cast, copy or modulation of it, or a join."""
         return _storage(self.output) in other.reads
 
     def reads_from(self, tensor: Tensor) -> bool:
@@ -190,6 +190,7 @@ MODULATES = {"mul", "multiply", "add", "addcmul"}
 """What scales and shifts a tensor by smaller ones, as adaptive norms do."""
 SCALES = {"mul", "multiply", "div", "divide", "true_divide", "normalize", "group_norm"}
 """What a norm that is written out ends with, before its gains."""
+JOINS = {"cat", "concat", "concatenate"}
 SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 
 
@@ -204,7 +205,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.trace, self.running, self.matrices, self.clock = trace, running, matrices, clock
         self.made: set[int] = set()  # by modules without others inside, whose outputs the trace keeps
-        self.sources: dict[int, int] = {}
+        self.sources: dict[int, set[int]] = {}
         self._kept: list[Tensor] = []  # memory that is freed is given to others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,6 +215,8 @@ class _Functions(TorchFunctionMode):
         given = next((value for value in args if isinstance(value, Tensor)), None)
         if name in SAME and given is not None and isinstance(out, Tensor):
             self._is_made_of(out, given)
+        elif name in JOINS and isinstance(out, Tensor):
+            self._is_made_of(out, *(args[0] if args else kwargs["tensors"]))
         elif name in ATTENTION or (name == "softmax" and given is not None and self._scores(given)):
             owner = next((call for call in reversed(self.running) if call.name in self.matrices), None)
             if owner is not None:
@@ -228,10 +231,12 @@ class _Functions(TorchFunctionMode):
             self._written(name, [x for x in args if isinstance(x, Tensor) and x.numel() == out.numel()], out)
         return out
 
-    def _is_made_of(self, out: Tensor, given: Tensor) -> None:
-        memory, source = _storage(out), _storage(given)
-        if memory != source and (source in self.made or source in self.sources):  # not of weights, which are large
-            self.sources[memory] = self.sources.get(source, source)
+    def _is_made_of(self, out: Tensor, *given: Tensor) -> None:
+        found, memory = set[int](), _storage(out)
+        for source in map(_storage, given):
+            found |= self.sources.get(source, {source} & self.made)  # not of weights, which are large
+        if memory not in found and found:
+            self.sources[memory] = found
             self._kept.append(out)
 
     def _written(self, name: str, given: list[Tensor], out: Tensor) -> None:
@@ -259,7 +264,7 @@ class _Functions(TorchFunctionMode):
     def read(self, inputs: list[Tensor]) -> set[int]:
         """The memory of tensors, and of what they are made of."""
         memory = {_storage(x) for x in inputs}
-        return memory | {self.sources[m] for m in memory if m in self.sources}
+        return memory.union(*(self.sources.get(m, ()) for m in memory))
 
     def _given(self, memory: int, owner: Call) -> bool:
         """Whether a call around this one was given that memory, but not as what comes first."""

@@ -120,6 +120,41 @@ def test_a_norm_of_what_a_layer_is_given_is_not_inside_a_branch():
     assert roles(wrap(Text(Inline(), Inline()).eval())) == EXPECTED
 
 
+class Heads(nn.Module):
+    """Attention with norms on its heads, and no matrix of what it gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(D, D) for _ in range(3))
+        self.norm_q, self.norm_k = nn.RMSNorm(8), nn.RMSNorm(8)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 8)) for part in (self.to_q(x), self.to_k(x), self.to_v(x)))
+        q, k, v = (part.transpose(1, 2) for part in (self.norm_q(q), self.norm_k(k), v))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Joined(nn.Module):
+    """A single-stream block of Flux: on two streams one behind the other, and on both branches' outputs together."""
+
+    def __init__(self):
+        super().__init__()
+        self.condition, self.first, self.attn = nn.Linear(D, 3 * D), norm(), Heads()
+        self.up, self.out = nn.Linear(D, 64), nn.Linear(D + 64, D)
+
+    def forward(self, x, c):
+        x = torch.cat([x[:, :3], x[:, 3:].flip(1)], dim=1)
+        a, b, gate = self.condition(functional.silu(c))[:, None].chunk(3, -1)
+        y = self.first(torch.cat([c[:, None], x], dim=1)) * (1 + a) + b
+        return x + (gate * self.out(torch.cat([self.attn(y), functional.gelu(self.up(y))], dim=2)))[:, 1:]
+
+
+def test_what_is_joined_is_read_of_all_its_parts():
+    expected = [("parallel", 0), ("qk", 0), ("qk", 0), ("parallel", 1), ("qk", 1), ("qk", 1), ("final", 2)]
+    model = wrap(Text(Joined(), Joined()).eval())
+    assert [(site.role, site.layer) for site in find_sites(model, qk=True)] == expected
+
+
 def test_a_gated_norm_of_a_branch_is_of_the_branch():
     expected = [("post_attention", 0), ("post_mlp", 0), ("post_attention", 1), ("post_mlp", 1), ("final", 2)]
     assert roles(wrap(Text(Gated(), Gated()).eval())) == expected
