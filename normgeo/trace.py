@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import ModelError, NormGeoError, said
 from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm
 from normgeo.models import default_dtype, uncompiled
+from normgeo.wrapping import Wrapped
 
 __all__ = ["Call", "Function", "Trace", "evaluating", "is_leaf", "traced"]
 
@@ -370,11 +371,17 @@ def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:
         raise
     except Exception as error:
         absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-        hint = (
-            f"its {absent} is on the meta device: load it" if absent else "in Python, pass inputs=... that it accepts"
-        )
+        hint = f"its {absent} is on the meta device: load it" if absent else _given_instead(model)
+        whole = model.module if isinstance(model, Wrapped) else model
         raise ModelError(
-            f"{type(model).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
+            f"{type(whole).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
             f"{said(error)}; {hint}"
         ) from error
     return trace
+
+
+def _given_instead(model: PreTrainedModel) -> str:
+    parts = model.module.named_modules() if isinstance(model, Wrapped) else ()
+    inner = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
+    beside = f", or give the model within, its .get_submodule({inner!r}), instead" if inner else ""
+    return f"in Python, pass inputs=... that it accepts{beside}"

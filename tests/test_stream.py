@@ -7,7 +7,7 @@ import pytest
 import torch
 import zoo
 
-from normgeo import convert, decompress, find_gauge
+from normgeo import convert, decompress, find_gauge, optimize
 from normgeo.angles.measure import measure_angles
 from normgeo.errors import DataError, ModelError
 from normgeo.sites import find_sites
@@ -246,7 +246,8 @@ class Adapted(torch.nn.Module):
 )
 def test_adapters_that_the_model_within_does_without_or_that_hide_it_are_refused(tiny, ids, soft, says):
     model = Adapted(tiny("gpt2"), soft=soft)
-    for do in (partial(measure_angles, tokens=ids, progress=False), find_sites, find_gauge, convert, decompress):
+    measured = partial(measure_angles, tokens=ids, progress=False)
+    for do in (measured, find_sites, find_gauge, convert, decompress, optimize):
         with pytest.raises(ModelError, match=says):
             do(model)
 

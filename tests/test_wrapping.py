@@ -229,3 +229,15 @@ def test_what_cannot_be_wrapped_is_said(gpt):
     with pytest.raises(NormGeoError, match="longer than the model's 64"):
         measure_angles(wrapped(gpt), np.ones((1, 65), int), progress=False)
     assert wrap(gpt.train()).training
+
+
+class OfFeatures(nn.Sequential):
+    """A model of transformers in a module that is not given token ids but what a tokenizer gives."""
+
+    def forward(self, features):
+        return self[0](features.get("input_ids"))
+
+
+def test_of_what_takes_no_token_ids_the_model_within_is_named():
+    with pytest.raises(ModelError, match=r"OfFeatures failed .*give the model within, its \.get_submodule\('0'\)"):
+        find_sites(wrap(OfFeatures(zoo.tiny("gpt2"))))

@@ -29,7 +29,7 @@ from normgeo.conversion.probing import outputs_of, same
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
-from normgeo.models import on_cpu, shared_copy
+from normgeo.models import check_model, on_cpu, shared_copy
 from normgeo.sites import find_sites
 from normgeo.trace import evaluating
 
@@ -184,12 +184,14 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
 
     Raises:
         ConversionError: there is nothing to fuse, hooks are in the way, or the outputs differ; the model is as it was.
-        ModelError: no input could be made, or the model fails on it.
+        ModelError: it is in a wrapper, no input could be made, or the model fails on it.
 
     >>> from normgeo import convert, load_model, optimize
     >>> fast = optimize(convert(load_model("openai-community/gpt2")).model)     # doctest: +SKIP
     """
     if not isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module) and any(isinstance(part, PreTrainedModel) for part in model.modules()):
+            check_model(model)  # says what to give of what is around one
         raise ConversionError(f"optimize takes a model, as in optimize(convert(...).model), not a {_kind(model)}")
     norms = {name: m for name, m in model.named_modules() if getattr(m, "kernel", None) and hasattr(m, "plain")}
     if not norms:
@@ -242,7 +244,9 @@ def _by_torch(norms: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__}: give it its .model" if hasattr(value, "certificate") else type(value).__name__
+    within = {"certificate": "model", "peft_config": "get_base_model(), which has the adapters in it"}
+    give = next((f": give it its .{name}" for has, name in within.items() if hasattr(value, has)), "")
+    return f"{type(value).__name__}{give}"
 
 
 def _unconverted(model: PreTrainedModel, inputs: dict[str, Tensor] | None) -> str:
