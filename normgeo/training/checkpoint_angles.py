@@ -185,7 +185,6 @@ def measure_checkpoints(
     *,
     announce: Callable[[str], None] = lambda line: None,
     progress: bool = True,
-    resumed: bool = False,
 ) -> pd.DataFrame:
     """The angles of every checkpoint on the same tokens: an `AngleTable`'s frame with a column `step`.
 
@@ -195,8 +194,6 @@ def measure_checkpoints(
         parts: keep every checkpoint's table here, and do not measure those that are there.
         announce: called with a line for each checkpoint.
         progress: show progress bars.
-        resumed: the tables there are of this very configuration. Of a commit on the hub none is looked at again, where
-            the cache has it still: there may be hundreds to load. A checkpoint that is gone cannot be.
 
     Raises:
         ModelError: there are no checkpoints.
@@ -208,8 +205,8 @@ def measure_checkpoints(
     >>> points = find_checkpoints("EleutherAI/pythia-160m", "step?000")                             # doctest: +SKIP
     >>> measure_checkpoints(points, RunConfig(tokens=20_000)).groupby("step").energy_share.mean()   # doctest: +SKIP
     """
-    options: dict[str, Any] = {"announce": announce, "progress": progress, "resumed": resumed}
-    return _table(_frames(points, config, None if parts is None else Path(parts), Ranks(), lambda: None, **options))
+    where = None if parts is None else Path(parts)
+    return _table(_frames(points, config, where, Ranks(), lambda: None, announce=announce, progress=progress))
 
 
 def _table(frames: dict[Checkpoint, pd.DataFrame]) -> pd.DataFrame:
@@ -223,7 +220,11 @@ def _frames(
     points: list[Checkpoint], config: RunConfig, parts: Path | None, ranks: Ranks, note: Callable[[], None], *,
     announce: Callable[[str], None] = lambda line: None, progress: bool = True, resumed: bool = False,
 ) -> dict[Checkpoint, pd.DataFrame]:  # fmt: skip
-    """The tables of all checkpoints, each with what it was measured on: in the first process, when all are done."""
+    """The tables of all checkpoints, each with what it was measured on: in the first process, when all are done.
+
+    `resumed`: the tables there are of this very configuration. Of a commit on the hub none is looked at again, where
+    the cache has it still: there may be hundreds to load. A checkpoint that is gone cannot be.
+    """
     if not points:
         raise ModelError("there are no checkpoints to measure; give at least one")
     config = replace(config, data="wikipedia" if config.data is None else config.data)
