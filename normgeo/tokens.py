@@ -265,11 +265,9 @@ def load_tokens(
     """Open a stream of tokens.
 
     Args:
-        data: "sample" (embedded, held-out Wikipedia text); "wikipedia", "openwebtext" or
-            "ORG/NAME[@CONFIGURATION[@SPLIT]]" (streamed from the hub); a path of text (.jsonl or .txt, .gz too,
-            .parquet, or a directory of these or of datasets' save_to_disk), with ":COLUMN" where the column is not
-            "text"; a path of ids (.npy); an array of ids whose rows are sequences; or texts: a list of strings, or a
-            data set whose rows have a "text".
+        data: "sample" (embedded text); "wikipedia", "openwebtext" or "ORG/NAME[@CONFIGURATION[@SPLIT]]" (streamed from
+            the hub); a path of text (.jsonl, .txt, .parquet, a directory), with ":COLUMN" where that is not "text"; of
+            ids (.npy); an array of ids whose rows are sequences; a list of strings; or a data set with a "text".
         tokenizer: the model's tokenizer; not needed for ids.
         context: tokens that the model sees together; None is 1024 for text, the row length for ids.
         exclude: documents to leave out, by their whole text.
@@ -282,17 +280,14 @@ def load_tokens(
     hub = on_hub(data) if isinstance(data, (str, Path)) and not holds_ids(data) else None
     if revision is not None and hub is None:
         raise DataError(f"only a data set on the hub has revisions; leave {revision!r} out")
+    if exclude and holds_ids(data):
+        raise DataError("the data is token ids, of which no texts can be left out")
     if not isinstance(data, (str, Path)):
-        documents = _given_texts(data)
-        if documents is None:
-            if exclude:
-                raise DataError("these are token ids, of which no texts can be left out")
+        if (documents := _given_texts(data)) is None:
             return TokenStream.from_array(data, context=context)
         digest = functools.partial(_of_texts, documents)
         return _packed(documents, tokenizer, _length(context, 1024), exclude, "the given texts", digest)
     if holds_ids(data):
-        if exclude:
-            raise DataError(f"{data} holds token ids, of which no texts can be left out")
         ids, watching = _load_ids(Path(data)), watched(Path(data))  # before its digest is taken
         stream = TokenStream.from_array(ids, context=context, source=str(data))
         return replace(stream, contexts=watching(stream.contexts))

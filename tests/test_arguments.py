@@ -101,8 +101,8 @@ def test_a_missing_text_is_none_wherever_it_is_missing(tmp_path, tokenizer):
         ((["a\ud800b"],), "text 0: '.ud800' is half a character"),
         (("sample", {"revision": "main"}), "only a data set on the hub has revisions"),
         ((["A fox."], {"revision": "main"}), "only a data set on the hub has revisions; leave 'main' out"),
-        (("ids.npy", {"exclude": {"A fox."}}), "ids.npy holds token ids, of which no texts can be left out"),
-        ((IDS, {"exclude": {"A fox."}}), "these are token ids, of which no texts can be left out"),
+        (("ids.npy", {"exclude": {"A fox."}}), "the data is token ids, of which no texts can be left out"),
+        ((IDS, {"exclude": {"A fox."}}), "the data is token ids, of which no texts can be left out"),
     ],
 )  # fmt: skip
 def test_what_no_tokens_come_of_is_said(given, message, tokenizer, tmp_path, monkeypatch):
