@@ -166,6 +166,13 @@ class Cluster:
         return 7
 
 
+def test_workers_that_run_other_code_are_refused(store, cluster, monkeypatch):
+    """What they found would be merged with numbers that mean something else."""
+    monkeypatch.setattr(scan, "code_digest", lambda: "of this process")
+    with pytest.raises(NormGeoError, match=r"workers of tcp://.* run another version of normgeo; install this one"):
+        angles_from_store(store, null=4, scheduler=cluster, progress=False)
+
+
 def test_a_cluster_without_workers_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(workers, "PATIENCE_SECONDS", 2 * workers.CONNECT_SECONDS)
     for some in ((), (1,), (0,), (0, 1, 0, 1)):

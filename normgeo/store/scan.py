@@ -29,7 +29,7 @@ from normgeo.angles.measure import AngleTable, directions_of
 from normgeo.angles.runs import RunConfig, new_record, now, run_name, safe_name, write_results
 from normgeo.angles.scalars import Rows, ScalarWriter, bytes_needed, scalar_rows, together
 from normgeo.angles.statistics import BINS, AngleStatistics
-from normgeo.errors import StoreError
+from normgeo.errors import NormGeoError, StoreError
 from normgeo.kernels.checksum import checksum, joined
 from normgeo.models import on_cpu
 from normgeo.numbers import check_numbers
@@ -42,6 +42,7 @@ from normgeo.system.files import check_folder, write_json
 from normgeo.system.folders import alone, claimed, whole_directory
 from normgeo.system.memory import memory_kept
 from normgeo.system.progress import progress_bar
+from normgeo.system.versions import code_digest
 from normgeo.tokens import TokenBatch
 
 __all__ = ["angles_from_store", "run_from_store"]
@@ -86,11 +87,15 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Found:
-    """Statistics of a task's sites, those whose rebuilt outputs are not the model's to the last bit, and scalars."""
+    """Statistics of a task's sites, those whose rebuilt outputs are not the model's to the last bit, and scalars.
+
+    `code` is by what a worker of a cluster found that.
+    """
 
     state: dict[str, Tensor]
     differing: set[str]
     scalars: Rows
+    code: str = ""
 
 
 @on_cpu
@@ -119,7 +124,7 @@ def angles_from_store(
         StoreError: the store is damaged, holds nothing, or was captured without its inputs.
         RunError: the scalars' directory is there already, or cannot be written.
         DataError: a number is too small, or `sites` matches none.
-        NormGeoError: the scheduler cannot be reached, has no workers, or loses them.
+        NormGeoError: the scheduler cannot be reached, has no workers, loses them, or they run other code.
 
     >>> print(angles_from_store("store", null=1024).verdict())                                      # doctest: +SKIP
     """
@@ -247,6 +252,8 @@ def _scanned(
     ):
         tasks = _tasks(reader, batch, workers)
         for task, found in in_order(tasks, functools.partial(submit, run), 2 * workers):
+            if scheduler is not None and found.code != code_digest():
+                raise NormGeoError(f"workers of {scheduler} run another version of normgeo; install this one there")
             statistics.add_state_dict(found.state, task.sites)
             differing |= found.differing
             if writer is not None:
@@ -260,7 +267,7 @@ def _scanned(
 
 
 def _run(scan: _Scan, task: _Task) -> _Found:
-    return _reader(scan).run(task)
+    return replace(_reader(scan).run(task), code=code_digest())
 
 
 @functools.lru_cache(maxsize=1)

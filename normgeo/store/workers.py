@@ -100,7 +100,10 @@ class _Awaited:
                 lost = 0 if self._client.nthreads() else lost + 1
                 if lost * CONNECT_SECONDS >= PATIENCE_SECONDS:
                     address = self._client.scheduler.address
-                    raise NormGeoError(f"the dask cluster at {address} lost its workers, and no others came") from None
+                    raise NormGeoError(
+                        f"the dask cluster at {address} lost its workers, and no others came; their logs say why (one "
+                        "that lacks what this version of normgeo has ends when it is given a task)"
+                    ) from None
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["command_line", "versions"]
+__all__ = ["code_digest", "command_line", "versions"]
 
 
 def command_line() -> str:
@@ -24,3 +26,12 @@ def versions(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = ""
     return found
+
+
+@functools.cache
+def code_digest() -> str:
+    """sha256 of the code of this package, which may differ where its version does not."""
+    home, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(path for path in home.rglob("*") if path.suffix in (".py", ".cpp")):
+        digest.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
