@@ -274,12 +274,6 @@ def unrendered(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", laid_out)
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    """Drawing takes most of the time of a run this small."""
-    monkeypatch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
-
-
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
     """Saved tiny models and token ids: 40 sequences of 20."""

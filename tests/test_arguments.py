@@ -118,7 +118,7 @@ def test_one_is_not_its_letters(untyped):
     assert CaptureConfig(RunConfig("gpt2"), "post").phases == ("post",)
 
 
-def test_paths_may_be_strings(home, tmp_path, monkeypatch, no_figures):
+def test_paths_may_be_strings(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = RunConfig((str(home / "gpt2"),), str(home / "ids.npy"), 80, null=4)
     start_run(config, "run", progress=False)

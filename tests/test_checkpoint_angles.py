@@ -70,7 +70,7 @@ def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):
     assert frame.groupby("model").step.unique().map(list).to_dict() == {"a/rmsnorm": [2], "b/rmsnorm": [4]}
 
 
-def test_compressed_checkpoints_are_measured_as_what_they_stand_for(twins, tmp_path, no_figures):
+def test_compressed_checkpoints_are_measured_as_what_they_stand_for(twins, tmp_path):
     tokenizer = load_tokenizer("embedded-layernorm")
     recipe = recipe_for(
         "tiny", layers=2, d=32, heads=2, context=16, batch=2, steps=2, warmup=1, precision="no", checkpoint_every=2
@@ -371,7 +371,7 @@ def test_checkpoints_are_found_through_links_and_once(tmp_path):
     assert [(point.model, point.step) for point in find_checkpoints(tmp_path / "mine")] == [("run", 1)]
 
 
-def test_checkpoints_are_resumed_from_another_directory(tmp_path, monkeypatch, no_figures):
+def test_checkpoints_are_resumed_from_another_directory(tmp_path, monkeypatch):
     for step in (1, 2):
         zoo.tiny("gpt2", step).save_pretrained(tmp_path / f"ck/step-{step}")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))

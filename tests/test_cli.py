@@ -70,7 +70,7 @@ def test_the_list_of_models_comes_at_once():
     assert "openai-community/gpt2-xl" in done.stdout
 
 
-def test_several_models_are_measured_in_one_run(normgeo, tmp_path, no_figures):
+def test_several_models_are_measured_in_one_run(normgeo, tmp_path):
     names, options = [saved("gpt2"), saved("llama"), saved("opt")], ("--data", "ids.npy", "--null", 4)
     status, _, said = normgeo("angles", *names, "nowhere", *options, "--out", "all")
     assert (status, "cannot load the model 'nowhere'" in said) == (1, True)

@@ -16,7 +16,7 @@ from normgeo.training.runs import TrainConfig, resume_training, start_training
 
 
 @pytest.fixture(autouse=True)
-def quick(no_figures, monkeypatch):
+def quick(monkeypatch):
     monkeypatch.setattr(checkpoint_angles, "draw", lambda *_: None)
 
 

@@ -170,7 +170,7 @@ def test_a_store_has_what_the_model_gave_however_late_it_is_fetched(home, tmp_pa
         torch.testing.assert_close(found, y, rtol=1e-5 if dtype == "float32" else 0.01, atol=0.01)
 
 
-def test_a_run_on_cuda_keeps_the_scalars_of_one_on_the_cpu(home, tmp_path, no_figures):
+def test_a_run_on_cuda_keeps_the_scalars_of_one_on_the_cpu(home, tmp_path):
     for device in ("cpu", "cuda:0"):
         start_run(config(home, device=device, keep="scalars").run, tmp_path / device, progress=False)
     cpu, gpu = (ScalarStore(tmp_path / device / "scalars.zarr/gpt2") for device in ("cpu", "cuda:0"))
@@ -192,7 +192,7 @@ def test_models_are_compared_on_cuda_as_on_the_cpu():
         np.testing.assert_allclose(frames[1][column], frames[0][column], rtol=1e-3, atol=1e-6, err_msg=column)
 
 
-def test_what_measuring_and_capturing_cost_is_measured_on_cuda(home, tmp_path, no_figures):
+def test_what_measuring_and_capturing_cost_is_measured_on_cuda(home, tmp_path):
     run = bench_stream(tiny("gpt2").to("cuda:0"), TokenStream.from_array(IDS), batch=4, rounds=1, null=4)
     store = bench_store(RunConfig((str(home / "gpt2"),), str(home / "ids.npy"), 400, batch=5), tmp_path, rounds=1)
     assert (run.seconds > 0).all()

@@ -133,7 +133,7 @@ class Moving:
 
 
 @pytest.mark.parametrize("after", [5, 9])
-def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, models, tmp_path, monkeypatch, no_figures):
+def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, models, tmp_path, monkeypatch):
     config = RunConfig(models[:1], "org/texts", 3000, context=64, null=4, batch=2)
     whole = Moving(monkeypatch, 0)
     start_run(config, tmp_path / "whole", progress=False)
@@ -148,7 +148,7 @@ def test_a_run_is_finished_on_the_commit_that_it_was_begun_on(after, models, tmp
 
 
 @pytest.mark.parametrize("after", [0, 7])
-def test_all_models_of_a_run_are_given_one_commit(after, models, tmp_path, monkeypatch, no_figures):
+def test_all_models_of_a_run_are_given_one_commit(after, models, tmp_path, monkeypatch):
     """The second too, where the run is interrupted before it."""
     config = RunConfig(models, "org/texts", 600, context=64, null=4, batch=2)
     moving = Moving(monkeypatch, after)

@@ -28,8 +28,6 @@ from normgeo.store.check import verify
 from normgeo.store.objects import Objects, storage_at
 from normgeo.store.scan import angles_from_store
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -42,9 +40,7 @@ def server():
 @pytest.fixture(scope="module")
 def remote(server, home):
     """A store in the bucket that tests only read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)
-        return captured(home, "s3://bucket/a/store")
+    return captured(home, "s3://bucket/a/store")
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ from normgeo.store.storage import Disk
 from normgeo.system import ranks
 from normgeo.system.ranks import Ranks
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).parent.parent
 
 

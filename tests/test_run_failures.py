@@ -15,7 +15,7 @@ from normgeo.angles.scalars import ScalarStore
 from normgeo.errors import RunError
 
 
-def test_what_was_measured_before_a_model_that_cannot_be_is_written(tmp_path, no_figures):
+def test_what_was_measured_before_a_model_that_cannot_be_is_written(tmp_path):
     """And is a run that analyses take; the other model may be mended meanwhile."""
     tiny("vit").save_pretrained(tmp_path / "other")
     config = RunConfig(("embedded-rmsnorm", str(tmp_path / "other")), "sample", 300, null=4, context=64, device="cpu")
@@ -32,7 +32,7 @@ def test_what_was_measured_before_a_model_that_cannot_be_is_written(tmp_path, no
     assert json.loads((out / "run.json").read_text())["status"] == "complete"
 
 
-def test_models_behind_one_that_cannot_be_measured_are(tmp_path, no_figures):
+def test_models_behind_one_that_cannot_be_measured_are(tmp_path):
     model = load_model("embedded-layernorm")
     load_tokenizer("embedded-layernorm").save_pretrained(tmp_path / "bad")
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_models_are_measured_on_one_text(tmp_path, no_figures):
 
 
 @pytest.fixture
-def stopped(tmp_path, monkeypatch, no_figures):
+def stopped(tmp_path, monkeypatch):
     """A run with scalars that was ended behind the second of four blocks."""
     monkeypatch.setattr(job, "BLOCK_TOKENS", 64)
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")

@@ -25,7 +25,6 @@ from normgeo.angles.state import joined, missing
 from normgeo.cli.main import main
 from normgeo.errors import NormGeoError, RunError
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 N = 700
 
 
@@ -40,7 +39,6 @@ def whole(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "BLOCK_TOKENS", 120)
-        patch.setattr(runs, "_draw", lambda table, folder: None)
         start_run(config(home), folder, progress=False)
     return folder
 

@@ -71,7 +71,7 @@ def test_a_run_writes_what_it_promises(tmp_path, rendered):
     assert not list(out.rglob("*.partial"))
 
 
-def test_scalars_give_back_the_table_and_any_mask(tmp_path, no_figures):
+def test_scalars_give_back_the_table_and_any_mask(tmp_path):
     table = start_run(RunConfig(**SMALL), tmp_path / "run", progress=False)
     store = ScalarStore(tmp_path / "run/scalars.zarr/embedded-layernorm")
     named = table.frame[table.frame.direction.isin(["uniform", "random_a", "random_b"])]
@@ -94,7 +94,7 @@ def test_scalars_give_back_the_table_and_any_mask(tmp_path, no_figures):
     assert np.array_equal(store.position, np.arange(6000) % 64)
 
 
-def test_a_run_equals_the_library_call(tmp_path, no_figures):
+def test_a_run_equals_the_library_call(tmp_path):
     table = start_run(RunConfig(**SMALL, keep="none"), tmp_path / "run", progress=False)
     model = load_model("embedded-layernorm")
     tokens = load_tokens("sample", load_tokenizer("embedded-layernorm"), 64)
@@ -109,13 +109,12 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "BLOCK_TOKENS", 1024)
-        patch.setattr(runs, "_draw", lambda table, folder: None)
         start_run(RunConfig(**SHORT), folder, progress=False)
     return folder
 
 
 @pytest.mark.parametrize("after", [1, 7, 13])
-def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, no_figures, whole, after):
+def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, whole, after):
     real, seen = runs.stream, []
 
     def dying(*args):
@@ -133,7 +132,7 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, no
     assert_same(outcome(whole), outcome(tmp_path / "cut"))
 
 
-def test_killed_processes_lose_nothing(tmp_path, no_figures):
+def test_killed_processes_lose_nothing(tmp_path):
     code = (
         "import sys; from pathlib import Path; from normgeo.angles import job, runs\n"
         "job.BLOCK_TOKENS, runs._draw = 1024, lambda table, folder: None\n"
@@ -155,7 +154,7 @@ def test_killed_processes_lose_nothing(tmp_path, no_figures):
     assert_same(outcome(tmp_path / "whole"), outcome(out))
 
 
-def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, no_figures, whole):
+def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, whole):
     with full_disk(4), pytest.raises(RunError, match=r"disk .* is full.*--resume"):
         start_run(RunConfig(**SHORT), tmp_path / "cut", progress=False)
     assert not list((tmp_path / "cut").rglob("*.partial"))
@@ -170,7 +169,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatc
         start_run(RunConfig(**SHORT), tmp_path / "run", progress=False)
 
 
-def test_directories_of_others_are_refused(tmp_path, no_figures):
+def test_directories_of_others_are_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     with pytest.raises(RunError, match="is no run"):
@@ -195,9 +194,7 @@ def test_models_of_one_name_are_refused_before_they_are_measured(tmp_path):
         start_run(RunConfig(**SMALL | {"models": ()}), tmp_path / "run", progress=False)
 
 
-def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_nothing(
-    tmp_path, monkeypatch, no_figures, whole
-):
+def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_nothing(tmp_path, monkeypatch, whole):
     real, said = state.write_whole, []
 
     def dying(path, content):
@@ -222,7 +219,7 @@ def test_a_damaged_table_is_one_error(tmp_path):
         AngleTable.load(tmp_path)
 
 
-def test_two_runs_do_not_write_one_directory(tmp_path, monkeypatch, no_figures):
+def test_two_runs_do_not_write_one_directory(tmp_path, monkeypatch):
     """Whoever came second took the first one's statistics for its own, where it did not see that run begin."""
     prepare, seen = runs.prepare, []
 
@@ -242,7 +239,7 @@ def test_two_runs_do_not_write_one_directory(tmp_path, monkeypatch, no_figures):
     assert not (out / ".lock").exists()
 
 
-def test_a_run_is_resumed_from_another_directory(tmp_path, monkeypatch, no_figures):
+def test_a_run_is_resumed_from_another_directory(tmp_path, monkeypatch):
     tiny("gpt2").save_pretrained(tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 32)))
     monkeypatch.chdir(tmp_path)
@@ -328,7 +325,7 @@ def test_a_run_is_not_resumed_with_other_weights_or_damage(tmp_path, monkeypatch
         resume_run(tmp_path / "run", progress=False)
 
 
-def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_path, no_figures):
+def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_path):
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (8, 16)))
     model = tiny("gpt2")
     with torch.no_grad():
@@ -347,7 +344,7 @@ def test_hidden_states_without_an_angle_are_an_error_and_some_are_counted(tmp_pa
         start_run(RunConfig((str(tmp_path / "all"),), data, null=4), tmp_path / "b", progress=False)
 
 
-def test_a_site_without_any_angle_is_said_after_a_block(tmp_path, no_figures, monkeypatch):
+def test_a_site_without_any_angle_is_said_after_a_block(tmp_path, monkeypatch):
     """Not after a million tokens."""
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (64, 16)))
     model = tiny("gpt2")
@@ -372,7 +369,7 @@ def test_too_few_tokens_are_an_error_only_when_asked_for(tmp_path):
         start_run(RunConfig(**SMALL | {"tokens": 100_000, "context": 256}), tmp_path / "run", progress=False)
 
 
-def test_a_last_context_that_the_model_pads_is_refused_before_the_run(tmp_path, no_figures):
+def test_a_last_context_that_the_model_pads_is_refused_before_the_run(tmp_path):
     """Longformer pads to whole windows of 32 tokens: 70 tokens would end the run at its last 6."""
     by_type("longformer").save_pretrained(tmp_path / "model")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 90, (6, 32)))

@@ -19,8 +19,6 @@ from normgeo.store.layout import read_state
 from normgeo.store.reader import seen
 from normgeo.store.scan import angles_from_store
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 @pytest.fixture
 def threads():

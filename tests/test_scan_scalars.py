@@ -20,8 +20,6 @@ from normgeo.errors import RunError, StoreError
 from normgeo.store import scan
 from normgeo.store.scan import angles_from_store, run_from_store
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 def files(folder):
     """Every file below, whole."""

@@ -26,8 +26,6 @@ from normgeo.store.rebuild import RECIPES, find_rebuild, same_bits
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", None), ("llama", "bfloat16"), ("qwen3", "float16")])
 def test_plain_zarr_reads_what_naive_hooks_see(home, tmp_path, name, dtype):

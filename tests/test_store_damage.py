@@ -25,8 +25,6 @@ from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.tokens import load_tokens
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 def test_a_flipped_bit_is_named_wherever_it_is(copy):
     metadata = sorted((copy / "hidden.zarr").rglob("zarr.json"))[3]

@@ -26,8 +26,6 @@ from normgeo.store.storage import Disk
 from normgeo.store.writer import StoreWriter, _Buffers
 from normgeo.system.direct import BLOCK
 
-pytestmark = pytest.mark.usefixtures("no_figures")
-
 
 @pytest.mark.parametrize("changes", [{}, {"context": 7}, {"batch": 16}])
 def test_an_interrupted_capture_is_resumed_bit_identically(home, tmp_path, monkeypatch, changes):

@@ -13,7 +13,6 @@ from analyses.store_plan import CPU, NODE, TIERS, Machine, bytes_and_files, flop
 from normgeo import HiddenStateStore, find_sites
 from normgeo.angles.runs import start_run
 
-pytestmark = pytest.mark.usefixtures("no_figures")
 SMALL = LlamaConfig(
     vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,

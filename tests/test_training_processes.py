@@ -210,7 +210,7 @@ def test_a_state_without_its_record_is_refused(tmp_path):
         trained("rmsnorm", small(steps=4, save_every=2), tmp_path)
 
 
-def test_weights_that_are_not_those_that_were_written_are_not_measured(tmp_path, no_figures):
+def test_weights_that_are_not_those_that_were_written_are_not_measured(tmp_path):
     trained("rmsnorm", small(steps=4, checkpoint_every=2), tmp_path / "rmsnorm")
     path = tmp_path / "rmsnorm/checkpoints/step-00000004/model.safetensors"
     content = bytearray(path.read_bytes())
