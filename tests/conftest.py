@@ -296,5 +296,13 @@ def store(home, tmp_path_factory):
 
 
 @pytest.fixture
+def threads():
+    """Three threads for a scan; torch has one otherwise."""
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def copy(store, tmp_path):
     return shutil.copytree(store, tmp_path / "copy")

@@ -10,15 +10,13 @@ import forked
 import numpy as np
 import pandas as pd
 import pytest
-import safetensors.torch
-import torch
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from outcomes import assert_same
 from together import by_ranks
 from zoo import tiny
 
-from normgeo import AngleTable
 from normgeo.angles import job, runs
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.angles.state import joined, missing
@@ -57,26 +55,6 @@ def config(home, *models, **changes):
     options = {"data": str(home / "ids.npy"), "tokens": N, "batch": 3, "null": 8, "null_every": 2, "device": "cpu"}
     options["sites"] = "mlp,final"
     return RunConfig(tuple(str(home / name) for name in models or ("gpt2",)), **options | changes)
-
-
-def outcome(out):
-    """Every number that a run wrote."""
-    found = dict(zarr.open_group(out / "scalars.zarr", mode="r").members(max_depth=None))
-    arrays = {name: array[:] for name, array in found.items() if isinstance(array, zarr.Array)}
-    states = {path.name: safetensors.torch.load_file(path) for path in (out / "state").glob("*.safetensors")}
-    return AngleTable.load(out), arrays, states
-
-
-def assert_same(one, other):
-    a, b = outcome(one), outcome(other)
-    pd.testing.assert_frame_equal(a[0].frame, b[0].frame, check_exact=True)
-    pd.testing.assert_frame_equal(a[0].sinks, b[0].sinks, check_exact=True)
-    assert a[1].keys() == b[1].keys()
-    assert all(np.array_equal(a[1][name], b[1][name], equal_nan=True) for name in a[1])
-    assert a[2].keys() == b[2].keys()
-    for name, state in a[2].items():
-        assert state.keys() == b[2][name].keys()
-        assert all(torch.equal(value, b[2][name][key]) for key, value in state.items())
 
 
 def stopping(monkeypatch, where, after, error=KeyboardInterrupt):

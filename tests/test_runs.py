@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import safetensors.torch
 import torch
-import zarr
 from forked import Forked
+from outcomes import assert_same
 from zoo import by_type, tiny
 
 from normgeo import AngleTable, ScalarStore, load_model, load_tokenizer, load_tokens, measure_angles
@@ -28,21 +27,6 @@ SHORT = SMALL | {"tokens": 4000}  # three blocks and the better part of another
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(job, "BLOCK_TOKENS", 1024)
-
-
-def outcome(out):
-    """Everything numeric that a run wrote, for comparison to the last bit."""
-    scalars = zarr.open_group(out / "scalars.zarr", mode="r")
-    arrays = {n: a[:] for n, a in scalars.members(max_depth=None) if isinstance(a, zarr.Array)}
-    states = {p.name: safetensors.torch.load_file(p) for p in sorted((out / "state").glob("*.safetensors"))}
-    return AngleTable.load(out).frame, arrays, states
-
-
-def assert_same(a, b):
-    pd.testing.assert_frame_equal(a[0], b[0], check_exact=True)
-    assert a[1].keys() == b[1].keys()
-    assert all(np.array_equal(a[1][k], b[1][k], equal_nan=True) for k in a[1])
-    assert all(torch.equal(a[2][m][k], b[2][m][k]) for m in a[2] for k in a[2][m])
 
 
 def test_a_run_writes_what_it_promises(tmp_path, rendered):
@@ -129,7 +113,7 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, wh
         start_run(RunConfig(**SHORT), tmp_path / "cut", progress=False)
     monkeypatch.setattr(runs, "stream", real)
     resume_run(tmp_path / "cut", progress=False)
-    assert_same(outcome(whole), outcome(tmp_path / "cut"))
+    assert_same(whole, tmp_path / "cut")
 
 
 def test_killed_processes_lose_nothing(tmp_path):
@@ -151,7 +135,7 @@ def test_killed_processes_lose_nothing(tmp_path):
         assert process.ended().returncode == -signal.SIGKILL
     assert not (out / "angles.parquet").exists()
     Forked(code, out).done()
-    assert_same(outcome(tmp_path / "whole"), outcome(out))
+    assert_same(tmp_path / "whole", out)
 
 
 def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, whole):
@@ -159,7 +143,7 @@ def test_a_full_disk_stops_cleanly_and_resumes(tmp_path, full_disk, whole):
         start_run(RunConfig(**SHORT), tmp_path / "cut", progress=False)
     assert not list((tmp_path / "cut").rglob("*.partial"))
     resume_run(tmp_path / "cut", progress=False)
-    assert_same(outcome(whole), outcome(tmp_path / "cut"))
+    assert_same(whole, tmp_path / "cut")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_run(tmp_path, monkeypatch):
@@ -209,7 +193,7 @@ def test_a_run_that_dies_as_a_block_is_committed_says_what_is_left_and_loses_not
     resume_run(tmp_path / "run", progress=False, announce=said.append)
     assert "of which" not in said[0]
     assert re.search(r"tokens, of which [\d,]+ are done, of sample in contexts .*; about .*, 0 bytes of disk", said[1])
-    assert_same(outcome(whole), outcome(tmp_path / "run"))
+    assert_same(whole, tmp_path / "run")
 
 
 def test_a_damaged_table_is_one_error(tmp_path):

@@ -20,14 +20,6 @@ from normgeo.store.reader import seen
 from normgeo.store.scan import angles_from_store
 
 
-@pytest.fixture
-def threads():
-    """Three threads for a scan; torch has one otherwise."""
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def cluster():
     with local_cluster() as address:

@@ -7,7 +7,6 @@ import signal
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from forked import NORMGEO, Forked
 from stores import captured, config, local_cluster
 
@@ -29,13 +28,6 @@ def files(folder):
 def of_a_run(home, out, **changes):
     start_run(config(home, **changes).run, out, progress=False)
     return out
-
-
-@pytest.fixture
-def threads():
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
