@@ -9,7 +9,7 @@ import zoo
 
 from normgeo.angles.measure import AngleTable, measure_angles
 from normgeo.angles.verdict import already_centered, scenario
-from normgeo.errors import ActivationError, DataError, ModelError
+from normgeo.errors import ActivationError, DataError, ModelError, RunError
 from normgeo.geometry import Directions
 from normgeo.sites import find_sites, select_sites
 
@@ -380,6 +380,9 @@ def test_a_table_says_what_it_is_and_is_saved_where_it_is_told(tiny, ids, tmp_pa
         assert "layernorm" in text
     table.save(str(tmp_path / "new" / "folder"))
     assert AngleTable.load(tmp_path / "new" / "folder").frame.equals(table.frame)
+    (tmp_path / "other" / "angles.parquet").mkdir(parents=True)
+    with pytest.raises(RunError, match=r"cannot write .*angles\.parquet: Is a directory; give another directory"):
+        table.save(tmp_path / "other")
 
 
 def test_a_table_may_be_indexed_by_columns_of_its_own(tiny, ids):

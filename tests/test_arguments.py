@@ -16,6 +16,7 @@ from normgeo import (
     load_model,
     load_tokenizer,
     load_tokens,
+    measure_angles,
     observe,
     standardize,
 )  # fmt: skip
@@ -188,6 +189,7 @@ def test_whole_numbers_are_standardized_as_floats(untyped):
         (lambda path: load_tokens("sample", "embedded-layernorm"), DataError, "load_tokenizer gives.*received str"),
         (lambda path: load_tokens("sample", context="128"), DataError, "whole number of at least 1, received '128'"),
         (lambda path: AngleTable.concatenated([]), DataError, "no tables"),
+        (lambda path: measure_angles(zoo.tiny("gpt2"), IDS, name=5), DataError, "a string; received 5"),
         (lambda path: Directions.seeded(4, seed=-1), DataError, "--seed must be at least 0"),
         (lambda path: Directions.seeded(0), DataError, "--d must be at least 1"),
         (lambda path: load_tokenizer("embedded-layernrom"), ModelError, "did you mean embedded-layernorm"),

@@ -22,7 +22,7 @@ from normgeo.numbers import check_numbers
 from normgeo.rows import with_rest
 from normgeo.sites import NormSite, sites_of
 from normgeo.stream import check_context, check_pass, check_sites, stream
-from normgeo.system.files import check_folder, read_table, write_whole
+from normgeo.system.files import check_folder, read_table, unwritable, write_whole
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
 
@@ -86,7 +86,11 @@ class AngleTable:
         check_folder(folder := Path(folder))
         folder.mkdir(parents=True, exist_ok=True)
         for name, frame in (("angles", self.frame), ("sinks", self.sinks)):
-            write_whole(folder / f"{name}.parquet", frame.to_parquet(None, index=False))
+            path = folder / f"{name}.parquet"
+            try:
+                write_whole(path, frame.to_parquet(None, index=False))
+            except OSError as error:  # as where a directory is called so
+                raise unwritable(path, error, "directory") from error
 
     @classmethod
     def load(cls, folder: str | Path) -> AngleTable:
@@ -345,7 +349,7 @@ def measure_angles(
 
     Raises:
         DataError: ids beyond the vocabulary, contexts too long for the model, too few tokens, sites of another model,
-            or a number out of range.
+            a number out of range, or a name that is no string.
         ActivationError: hidden states without an angle.
         ModelError: what is no model of transformers, takes no tokens or has no norms.
 
@@ -357,6 +361,8 @@ def measure_angles(
     500
     """
     check_numbers(tokens=n_tokens, batch=batch)
+    if name is not None and not isinstance(name, str):
+        raise DataError(f"name is what the table calls the model, a string; received {name!r}")
     source = tokens if isinstance(tokens, TokenStream) else load_tokens(tokens)
     check_context(model, source.context)
     chosen = sites_of(model, sites, qk=qk)
