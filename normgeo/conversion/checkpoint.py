@@ -270,7 +270,7 @@ def native_class(cls: type) -> type:
             break
     raise ConversionError(
         f"{cls.__name__} comes with its own code, and a checkpoint cannot rely on that; use the converted model in "
-        "memory, or save its state_dict"
+        "memory, or save its state dict and the conversion's recipe, from which normgeo.converted rebuilds it"
     )
 
 
