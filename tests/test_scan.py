@@ -156,6 +156,13 @@ class Cluster:
         return 7
 
 
+def test_a_worker_that_does_not_see_the_store_says_that_it_is_one(store, cluster, tmp_path):
+    opened = HiddenStateStore(store)
+    opened.storage.absolute = str(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r", a worker, cannot read the store: .*elsewhere is no store"):
+        angles_from_store(opened, null=4, scheduler=cluster, progress=False)
+
+
 def test_workers_that_run_other_code_are_refused(store, cluster, monkeypatch):
     """What they found would be merged with numbers that mean something else."""
     monkeypatch.setattr(scan, "code_digest", lambda: "of this process")

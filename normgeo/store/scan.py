@@ -275,9 +275,12 @@ def _reader(scan: _Scan) -> _Reader:
     """Opened once in a worker of a cluster; it may see another file system.
 
     Raises:
-        StoreError: another store is there.
+        StoreError: the store is not there, or another one is.
     """
-    store = HiddenStateStore(scan.path)
+    try:
+        store = HiddenStateStore(scan.path)
+    except StoreError as error:
+        raise StoreError(f"{socket.gethostname()}, a worker, cannot read the store: {error}") from error
     if seen(store, scan.rows) != scan.seen:
         raise StoreError(f"{socket.gethostname()} has another capture at {scan.path} than was asked for")
     return _Reader(scan, store)
