@@ -6,6 +6,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
+from rounding import NAMES, ROUNDING, close, drawn
 from test_norms import random_norm
 from torch.utils.checkpoint import checkpoint
 from zoo import tiny
@@ -14,11 +15,6 @@ from normgeo import convert
 from normgeo.examples import example_inputs
 from normgeo.kernels import compiling, cpu, differentiable, norm_gradients, norm_ops
 from normgeo.kernels.norm_ops import KINDS
-from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
-
-NAMES = {"layernorm": (LayerNorm, {}), "rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}),
-         "crmsnorm-padded": (CRMSNorm, {"padded": True})}  # fmt: skip
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 class Run:
@@ -31,7 +27,7 @@ class Run:
         return differentiable.norm(self.kernels, x, weight, bias, eps, offset, kind)
 
     def drawn(self, shape, dtype, seed=0):
-        return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.3).to(self.device, dtype)
+        return drawn(shape, dtype, seed, self.device)
 
 
 compiled = pytest.param(
@@ -49,12 +45,6 @@ def run(request):
         return Run(norm_gradients.loaded(), "cpu")
     kernels = importlib.import_module("normgeo.kernels.triton_norms").KERNELS
     return Run(kernels, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def close(found, expected, dtype):
-    found, expected = found.detach().double(), expected.detach().double()
-    scale = float(expected.abs().max()) or 1.0
-    assert float((found - expected).abs().max()) <= 8 * ROUNDING[dtype] * scale
 
 
 WIDTHS, AFFINES = (2, 7, 64, 100, 1000), ("both", "weight", "wide", "none")

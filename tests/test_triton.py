@@ -1,9 +1,12 @@
 """The kernels in Triton: on CUDA where there is a device, else on the CPU in Triton's interpreter."""
 
 import importlib
+from functools import partial
 
 import pytest
+import rounding
 import torch
+from rounding import NAMES, ROUNDING, close
 from zoo import tiny
 
 from normgeo import convert, kernels, optimize
@@ -11,27 +14,15 @@ from normgeo.conversion.probing import outputs_of
 from normgeo.examples import example_inputs
 from normgeo.geometry import Directions
 from normgeo.kernels import fallback, norm_ops
-from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
+from normgeo.norms import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = {"layernorm": (LayerNorm, {}), "rmsnorm": (RMSNorm, {}), "crmsnorm": (CRMSNorm, {}),
-         "crmsnorm-padded": (CRMSNorm, {"padded": True})}  # fmt: skip
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+drawn = partial(rounding.drawn, device=DEVICE)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(norm_ops.on_cuda() is None, reason="needs a CUDA device, or Triton"),
 ]
-
-
-def drawn(shape, dtype, seed=0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.3).to(DEVICE, dtype)
-
-
-def close(found, expected, dtype):
-    found, expected = found.detach().double(), expected.detach().double()
-    scale = float(expected.abs().max()) or 1.0
-    assert float((found - expected).abs().max()) <= 8 * ROUNDING[dtype] * scale
 
 
 @pytest.mark.parametrize("weight", [None, torch.bfloat16], ids=str)
