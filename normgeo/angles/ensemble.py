@@ -31,22 +31,23 @@ from normgeo.tokens import TokenBatch
 __all__ = ["DEGREES", "NullEnsemble"]
 
 DEGREES = 180 / torch.pi
-COLLECTED = 1 << 21  # elements: with fewer the product prepares the directions more often than its speed bears
-ON_A_DEVICE = 1 << 24  # and elsewhere, where a product is launched, and its result waited for
+COLLECTED = 1 << 21  # elements: with fewer, preparing the directions takes longer than multiplying
+ON_A_DEVICE = 1 << 24  # on other devices, where each product is launched and waited for
 FOUND = 64  # sites whose moments wait, in parts, to be added up together
-FEWEST = 32  # rows a thread: products of fewer are added up in another order, and would show what is collected together
+FEWEST = 32  # rows a thread: with fewer, sums are in another order, and depend on which rows wait together
 NARROWEST = 16  # directions: with fewer the order may depend on a row's place among the others
 PHASES_OF = {("pre", False): [[0, 1]], ("post", False): [[2]], ("pre", True): [[0], [1]]}
-"""Which phases have the angles of vectors that keep their mean or lose it, and those of what is left."""
+"""By phase, and whether the mean is taken away: the phases that the vectors' angles belong to, and, where it is, those
+of what is left."""
 
 STATE = ("null_count", "null_deviation", "null_square", "null_energy")
 
 
 @dataclass
 class _Chunk:
-    """Rows of unit length that wait for their product, [rows, d], so many for each of the sites that there is room for.
+    """Rows of unit length [rows, d] that wait to be multiplied: equally many for each site, and room for so many sites.
 
-    There may be more rows than the sites have, for a product of enough.
+    Some rows may be spare, so that every product has enough of them.
     """
 
     rows: Tensor
@@ -89,7 +90,7 @@ class NullEnsemble:
         return dict(zip(STATE, (self.count, *self.sums.unbind(2)), strict=True))
 
     def begin(self, batch: TokenBatch) -> None:
-        """Decide which tokens of the batch are chosen: by a hash of their index, at all positions alike."""
+        """Choose tokens of the batch by a hash of their index, which favors no position in a context."""
         index = batch.start + np.arange(batch.n_tokens, dtype=np.uint64)
         chosen = (_mixed(index) >> np.uint64(32)) * np.uint64(self.every) < np.uint64(1 << 32)
         self._chosen, self._n_tokens = torch.from_numpy(chosen).nonzero()[:, 0], batch.n_tokens

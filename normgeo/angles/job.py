@@ -31,7 +31,7 @@ BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
 DEFAULT_TOKENS = 1_000_000
 TEXTS = ("data", "device", "device_map", "sites", "revision")
-"""What is text of a configuration, of any words."""
+"""The options that take any text."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class RunConfig:
         return self.keep == "scalars" or (self.keep is None and n_tokens <= KEEP_SCALARS_UP_TO)
 
     def block(self, n_tokens: int, context: int, period: int | None = None) -> int:
-        """How many of so many tokens are committed at once: whole batches, or whole periods of those that are short."""
+        """How many tokens are committed at once: whole batches, or whole periods of batches where these are short."""
         at_once = period if period is not None and period <= BLOCK_TOKENS else self.batch * context
         return min(n_tokens, max(1, round(BLOCK_TOKENS / at_once)) * at_once)
 
@@ -189,10 +189,10 @@ def prepare(
         config: of the run.
         name: of the model.
         before: what they were when the run was begun.
-        revision: of text on the hub the commit that the run's other models were given.
+        revision: the commit of the text on the hub that the run's other models were given.
         first: what the first of several processes does for all of them; see `Ranks.first`.
         made: what is measured, of what was loaded.
-        read: tokens of the models before this one, which are not made again where they are the same; its own are added.
+        read: tokens of earlier models, which are used again where they are the same; this model's are added.
     """
     device = usable_device(config.device)
     trust = config.trust_remote_code

@@ -156,7 +156,7 @@ class AngleTable:
 
 
 def _all_columns(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table whose index has no names: columns that somebody made an index of are columns again."""
+    """The table with a plain index: columns that somebody made its index become columns again."""
     named = [name for name in frame.index.names if name is not None]
     hidden = [name for name in named if name not in frame]
     return frame.reset_index(hidden).reset_index(drop=True) if named else frame
@@ -236,9 +236,9 @@ def _quantiles(histogram: np.ndarray, least: float, most: float) -> dict[str, fl
 
 
 def _null_moments(state: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What is said of the random directions, and of the uniform vector's place among them, [sites, phases].
+    """The moments of the random directions, and the uniform vector's place among them, [sites, phases].
 
-    Both are on the same tokens. Of no tokens, for so few came that none was chosen, or of too few directions it is NaN.
+    Both are over the same tokens. They are NaN where no token was chosen, since few came, and of too few directions.
     """
     count = state["null_count"]
     if not state["null_deviation"].shape[-1] > 1:

@@ -259,7 +259,7 @@ def _measured(
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of what an error that is kept holds: the model."""
+    """Free what a kept error holds in its frames: the model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

@@ -77,7 +77,7 @@ class State:
         self.file, self.parts, self.of = folder / f"{name}.safetensors", folder / "parts" / name, of
 
     def save(self, statistics: AngleStatistics, done: Sequence[Span], rank: int = 0) -> None:
-        """Have on the disk what this process has measured: the whole file, or the one before.
+        """Write what this process has measured. A kill leaves the new file or the one before it, never a part.
 
         Raises:
             OSError: the disk is full.
@@ -95,9 +95,9 @@ class State:
         return self.gathered(statistics, done)
 
     def gathered(self, statistics: AngleStatistics, done: Sequence[Span]) -> list[Span]:
-        """Add what the other processes have measured to statistics of these tokens, and keep all in one file.
+        """Add what the other processes measured to the statistics of these tokens, and save everything in one file.
 
-        A kill in between leaves files whose tokens are in that file already: they count once.
+        A kill in between may leave parts that are in that file already: their tokens count once.
 
         Raises:
             RunError: a file is damaged.

@@ -57,7 +57,7 @@ def _degrees(cosines: Tensor) -> Tensor:
 
 
 def settle(low: Tensor, carried: Tensor) -> None:
-    """Write low + CARRY * carried, whole numbers all, in its only form with -CARRY / 2 <= low < CARRY / 2, in place."""
+    """Carry in place until -CARRY / 2 <= low < CARRY / 2; low + CARRY * carried stays the same whole number."""
     over = torch.floor(low / CARRY + 0.5)
     low.sub_(over, alpha=CARRY)
     carried.add_(over)
@@ -66,7 +66,7 @@ def settle(low: Tensor, carried: Tensor) -> None:
 def standardized_norm(
     length: Float[Tensor, "*shape"], d: int, eps: Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
-    """|y| for a norm's input that is `length` long, or that is left without its mean; zero for zero."""
+    """|y| of a norm's input of this length (for LayerNorm, its length without the mean); zero for a zero vector."""
     return length * torch.rsqrt((length.square() / d + eps).clamp_(min=torch.finfo(length.dtype).tiny))
 
 
@@ -253,7 +253,7 @@ class AngleStatistics:
             settle(self.state[name], carried)
 
     def totals(self, *names: str) -> dict[str, Tensor]:
-        """The state, or these parts of it, with what was carried, on the CPU."""
+        """The state on the CPU, with what was carried added to its sums; only these parts of it, if any are named."""
         whole = {name: self.state[name] + CARRY * carried for name, carried in self.carried.items()}
         return {name: value.cpu() for name, value in (self.state | whole).items() if not names or name in names}
 
@@ -275,7 +275,7 @@ class AngleStatistics:
         return 16 * bins + sums + sum(value.nbytes for value in self.carried.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that was accumulated, on the CPU: of the histogram its non-empty bins; what was carried, if any was."""
+        """Everything accumulated so far, on the CPU: of the histogram the bins in use, of carries what is not 0."""
         out = {
             name: value.cpu().clone(memory_format=torch.contiguous_format)
             for name, value in self.state.items()
@@ -289,7 +289,7 @@ class AngleStatistics:
         return out
 
     def add_state_dict(self, saved: dict[str, Tensor], sites: range | None = None) -> None:
-        """Add what the instance that this `state_dict` is of had seen: at all sites, or only at these."""
+        """Add the `state_dict` of another instance, which has seen all of these sites, or only those of a range."""
         some = slice(sites.start, sites.stop) if sites is not None else slice(None)
         for name, whole in self.state.items():
             mine = whole[some] if name.startswith(("null", "histogram")) else whole[:, some]  # those have no groups

@@ -32,11 +32,11 @@ CENTERED_ROUNDINGS = 1.5
 the uniform vector at the first layer and 1.1 after 24, in bfloat16 as in float16."""
 
 LEAST_TOKENS = 16
-"""Mean angles of fewer tokens are those of the first one, a sink, as much as of any."""
+"""Over fewer tokens, the first of them, an attention sink, has too much weight in a mean angle."""
 
 LEAST_DIRECTIONS = 39
-"""Of fewer, one more like them lies outside all of them in more than 5% of cases, 2 / (K + 1): what is called outside
-the central 95% would be outside of less."""
+"""One more direction like K random ones lies outside all of them in 2 / (K + 1) of cases. With fewer than this, that is
+more than 5%, and none of them could be said to lie outside the central 95%."""
 
 GROUP_LABELS = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
 EXPECTED_OUTSIDE = 0.05
