@@ -87,8 +87,8 @@ def site_means(exact: PreTrainedModel, sites: list[NormSite], inputs: dict[str, 
 def recenter_sources(exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor]) -> list[Place]:
     """Recenter activations, earliest first, until no mean that nothing sees reaches a norm; where that was.
 
-    Two branches may bring a mean to one norm, and the larger hide the other: what changes a mean at all is tried. What
-    then rid no norm of its mean is looked at again, for a later one may have made it superfluous.
+    Two branches may bring a mean to one norm, and the larger may hide the other, so every place is kept that changes a
+    mean at all. Those that freed no norm of its mean are tried again at the end: later ones may make them superfluous.
     """
     main = [site for site in gauge.layernorms if site.role not in SIDE]
     done: dict[Place, RemovableHandle] = {}

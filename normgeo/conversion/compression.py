@@ -198,9 +198,10 @@ def compress(
 def _downstream(
     exact: PreTrainedModel, gauge: Gauge, inputs: dict[str, Tensor], replaced: Container[str]
 ) -> list[Shift]:
-    """The writers that no explicit recenter follows: what is recentered later has to be whole until then.
+    """The writers whose streams are compressed.
 
-    Nor does one that only norms which stay read, as those on heads read queries: they want all its numbers.
+    A writer stays whole if its output is recentered later on, or if only norms that stay read it, as norms on heads
+    read queries: both need all its numbers.
     """
     writers = [*gauge.writers, *gauge.scaled]
     if not writers:  # every mean is removed explicitly
@@ -278,9 +279,9 @@ def _check_narrow(exact: PreTrainedModel, inputs: dict[str, Tensor], truth: list
 def rounded(exact: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
     """A compressed writer in its own dtype, with the sums along an axis kept: minus these is what was dropped.
 
-    In half precision it has been before, and lost its mean since. Where that is less than half a step, rounding takes
-    every number back to where it was, and what was dropped is wrong by d times the mean. So as many are rounded to
-    their other side as it takes, those first that are nearest the middle.
+    The writer was in half precision before its mean was taken away. Where the mean is less than half a step, rounding
+    would put every number back where it was, and the dropped one would be wrong by d times the mean. So as many numbers
+    as needed are rounded to the other side, those nearest the middle first.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return exact.to(dtype)

@@ -319,7 +319,7 @@ def _functions(gauge: Gauge) -> dict[str, str]:
 
 
 def _beside(site: NormSite, gauge: Gauge, to: str) -> bool:
-    """Whether a norm is off the main branch: a compressed stream must fit also what no output depends on."""
+    """Whether a norm is off the main branch; so is an idle one, unless a compressed stream has to fit it as well."""
     return site.role in SIDE or (site.key in gauge.idle and to != "crmsnorm")
 
 

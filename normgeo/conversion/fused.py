@@ -101,13 +101,13 @@ class Stream:
         self.reader: nn.Module | None = None
 
     def without_kept(self) -> None:
-        """Add in place nowhere to what is still there behind all blocks: somebody may read it."""
+        """Stop adding in place to what still exists behind all blocks: somebody may read it."""
         for memory, block, place in self.added_to:
             if not memory.expired():
                 block.normgeo_next[place] = None
 
     def forget(self) -> None:
-        """Know no longer what a pass in mode `watch` has made; write nothing over that has outlived it."""
+        """Forget what a pass in mode `watch` has made, and stop writing over what has outlived it."""
         self.seen = None
         self.added_to.clear()
         for memory, block, place in self.addends:
@@ -116,7 +116,7 @@ class Stream:
         self.addends.clear()
 
     def settle(self, model: nn.Module) -> None:
-        """Note what the modules are: of those that come later nobody knows whether they want to keep what they give."""
+        """Note which modules there are: nobody has checked whether later ones keep what they give."""
         self.parts = [m._modules for m in model.modules() if m._modules]
         self.were = self._are()
 
@@ -198,16 +198,16 @@ def norm_forward(self: Any, x: Tensor | None = None, *_: Any, **named: Any) -> T
 
 
 def _bare(a: object) -> int:
-    """How many references a function sees to what it is given and nobody holds: more where torch.compile listens."""
+    """How many references a function sees to an argument that nobody else holds: more under torch.compile."""
     x = a
     return refcount(x)
 
 
 def _summed(stream: Stream, plus: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-    """A + b, which is the stream's own from now on.
+    """A + b, which the stream owns from now on.
 
-    It is a tensor that knows when it is changed, as those of inference mode do not. So one that the code itself adds to
-    in that mode (a += b) is nobody's: its norm would not be known to be of the numbers that it has by then.
+    The sum is made outside of inference mode, whose tensors do not count their changes. If the code itself adds in
+    place to such a tensor (a += b), the stream does not own it: nobody could tell whether its norm is up to date.
     """
     if plus is not operator.iadd and is_inference():
         with torch.inference_mode(False), torch.no_grad():
@@ -235,10 +235,10 @@ PLUS: dict[Written, Callable[[Any, Any], Any]] = {
 def added(
     block: Any, place: int, written: Written, of_a: Operand, of_b: Operand, behind: frozenset[str], a: Any, b: Any
 ) -> Any:
-    """The sum of a and b; where one is the residual stream, in place, and with the norm that reads it next.
+    """The sum of a and b. If one is the residual stream, in place, and together with the norm that reads the sum.
 
-    That is written over the other one, where its name alone holds it, which nothing reads again, or nothing at all. So
-    is what is added in place to no name's that is read again, unless the code itself does so (a += b).
+    The norm is written over what was added, if no name holds that, or only one that the code does not read again. And
+    the stream is added to in place only if no name for it is read again, unless the code itself does so (a += b).
     """
     stream: Stream = block.normgeo_stream
     plus, augmented = PLUS[written], written == "+="

@@ -233,7 +233,7 @@ class _Probe:
     def _gradients(self, outputs: list[Tensor], handed: HandedOn, parameters: list[Tensor]) -> list[Tensor | None]:
         """The gradients of a random sum of the outputs, for these parameters, and for what is handed on.
 
-        What was written over has the gradient of what it became, which tells nothing of who read it before.
+        A tensor that was written over has the gradient of what it became, which does not show who read it before.
         """
         over = [(u.place, edge) for u in handed.uses if u.tensor._version != u.version for edge in u.edges]
         wanted = [*parameters, *(use.tensor for use in handed.uses), *(edge for _, edge in over)]

@@ -141,7 +141,7 @@ OURS = {
 
 
 def _unfused(self: nn.Module) -> dict[str, Any]:
-    """What a module was, which is what is pickled: where additions are is known of this process's code alone."""
+    """A module's state without this mode, which is what is pickled: it depends on the code of this process."""
     state = {name: value for name, value in self.__dict__.items() if name not in OURS}
     return state | ({"forward": before} if (before := self.__dict__.get("normgeo_forward")) else {})
 

@@ -149,7 +149,7 @@ def generic_copy(model: PreTrainedModel, inputs: dict[str, Tensor], *, tied: boo
 
 
 def in_mode(probe: PreTrainedModel, training: bool) -> PreTrainedModel:
-    """The probe in training or evaluation, but for norms over the batch: what they hide in training alone is seen."""
+    """The probe in training or evaluation mode. Norms over the batch always evaluate: in training they hide means."""
     for module in probe.train(training).modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.eval()

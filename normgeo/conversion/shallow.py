@@ -1,9 +1,9 @@
 """The gauge of a large model from a copy of its architecture with few layers, mapped back by name.
 
 Which parameters write into a stream is a property of the architecture: four layers with made-up weights, the first,
-the last and two between, tell it for all thirty-two; a model of billions needs no backward pass in float64. Of those
-between two are needed: where they differ, one of them has something of its own, as a Conformer that reads its own
-predictions halfway, and neither tells what the others have.
+the last and two between, tell it for all thirty-two; a model of billions needs no backward pass in float64. There are
+two between because one may have something of its own, like the layer halfway whose predictions a Conformer reads: where
+the two differ, neither tells what the other layers have.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _earlier(i: int, length: int, depth: int) -> int:
 def shallow_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Spread]:
     """The same architecture with few layers in every list, with made-up weights, and what each stands for.
 
-    As many that the first, the last and those between are there, each of the kind of the deep model's; at least four.
+    It has at least four layers, and enough for a first, a last and those between of the deep model's kinds.
 
     Raises:
         ConversionError: the configuration has no number of layers that could be reduced, or layers are like none.
