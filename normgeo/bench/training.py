@@ -76,8 +76,8 @@ class Task:
         labels: what it should say.
         loss: of its logits and the labels.
         recipe: AdamW's numbers.
-        about: what is noted in the result; `context` is tokens in a sequence, which of an image its
-            norms are given, and `vocabulary` how many things there are to tell apart.
+        about: what is noted in the result; `context` is the number of tokens in a sequence, for an image of those that
+            its norms are given, and `vocabulary` the number of tokens or classes to choose from.
     """
 
     build: Callable[[str], PreTrainedModel]

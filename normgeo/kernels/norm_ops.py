@@ -64,7 +64,7 @@ _loading = threading.Lock()
 
 
 def _forked() -> None:
-    """Who loads them while a process is forked does not do so in that, and would be waited for without an end."""
+    """A thread that loads them while the process forks is not in the child, which would wait for it forever."""
     global _loading
     _loading = threading.Lock()
 
@@ -259,7 +259,7 @@ def _may_write(residual: Tensor, x: Tensor) -> bool:
 
 
 def _loaded_for(x: Tensor) -> Operators:
-    """What is not built before there is something for it: training does without."""
+    """The operators for this input, built once there is one that they take: training does without them."""
     if not is_plain(x) or is_grad_enabled():
         return NONE
     return loaded("launches norms from Python, and computes those on a CPU in torch") if x.is_cuda else loaded()
