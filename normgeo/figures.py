@@ -238,11 +238,10 @@ def _by_layer(
     rows = -(-len(models) // columns)
     figure = matplotlib.figure.Figure(figsize=(WIDTH, 0.5 + 2.3 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    panels = []
-    for axes, model in zip(grid.flat, models, strict=False):
+    panels = [(axes, model, frame[frame.model == model]) for axes, model in zip(grid.flat, models, strict=False)]
+    for axes, model, _ in panels:
         titled(axes, model, columns)
         axes.set(xlabel="layer", yscale="log" if log else "linear")
-        panels.append((axes, model, frame[frame.model == model]))
     for axes in list(grid.flat)[len(models) :]:
         axes.remove()
     for row in grid:
@@ -310,8 +309,8 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     for axes, _, part in panels:
         stacks, widths = _stacks(part), part.d.nunique() > 1
         for (stack, d), rows in part[part.direction == "null"].groupby(["stack", "d"], sort=False):
-            label = ": ".join(role_words(str(stack), "random directions", stacks))
-            label += f" of width {d}" if widths else ""  # a random direction has 1/d of the energy
+            label = ": ".join(role_words(str(stack), "random directions", stacks))  # which have 1/d of the energy
+            label += f" of width {d}" if widths else ""
             grey = greys.setdefault(label, ("0.5", "0.7", "0.3", "0.6", "0.4", "0.8")[len(greys) % 6])
             of = rows.groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
             mark = "_" if len(of) == 1 else ""
@@ -331,8 +330,9 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     Over all tokens and, where `with_rest` has it, without first positions and BOS, which may be far longer than others.
     """
     pre = on_stream(to_uniform(frame, "pre"))
-    looks = styles(pre)
+    looks, middle = styles(pre), float(np.exp(np.log(pre.mean_norm).agg(["min", "max"]).mean()))
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
+    panels[0][0].update_datalim([(0, middle / 2), (0, 2 * middle)], updatex=False)  # of less ticks have many digits
     for axes, _, part in panels:
         _role_lines(axes, part, looks, "mean_norm", "rest_norm")
         if "rest_norm" in part:

@@ -1,4 +1,4 @@
-"""The random directions in the figure of energies."""
+"""Logarithmic axes: the random directions in the figure of energies, and the ticks of norms that are alike."""
 
 import matplotlib.colors
 import pytest
@@ -23,3 +23,13 @@ def test_the_null_of_each_stack_of_an_encoder_decoder_is_told_apart(tiny, ids):
             drawn = lines[f"{name}: random directions: {what}"].get_ydata()
             assert drawn == pytest.approx(rows.groupby("layer")[column].mean().to_numpy())
     assert len(set(of_random_directions(figure).values())) == 2
+
+
+def test_norms_that_are_alike_have_ticks_of_few_digits(tiny, ids):
+    """As of a single site: 4 x 10^0, where the axis would end in 3.76206 x 10^0 and begin in 3.76192 x 10^0."""
+    figure = measure_angles(tiny("gpt2"), ids, sites="final", null=4, progress=False).plot("norms")
+    figure.draw_without_rendering()
+    ticks = figure.axes[0].yaxis
+    labels = [label.get_text() for label in (*ticks.get_ticklabels(), *ticks.get_ticklabels(minor=True))]
+    assert not any("." in label for label in labels)
+    assert sum(bool(label) for label in labels) > 1
