@@ -207,13 +207,12 @@ def _pass(
     """Seconds that all tokens take, from the first batch until the last byte is safe."""
     synchronize(*(places := devices(job.model)))
     statistics = empty_statistics(run, job)
-    sinks = [statistics] if sites else []
     with _new_store(folder, layout) if folder else nullcontext() as disk:
         began = time.perf_counter()
         writing = StoreWriter(disk, "bench", layout, sites, statistics, exact=exact) if disk else nullcontext()
         with writing as writer:
-            for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, run.batch), [writer, *sinks]
-                                if writer else sinks):  # fmt: skip
+            sinks = [sink for sink in (writer, statistics if sites else None) if sink is not None]
+            for piece in stream(job.model, sites, job.tokens.batches(job.n_tokens, run.batch), sinks):
                 if writer is not None:
                     writer.finish(piece)
         synchronize(*places)
