@@ -11,6 +11,7 @@ from zoo import perturb
 
 from normgeo import convert, find_gauge, find_sites, wrap
 from normgeo.conversion.trainable import bake
+from normgeo.errors import ConversionError
 
 
 class InPlace(nn.Module):
@@ -149,3 +150,18 @@ def test_a_module_whose_parameters_are_parametrized_is_one_as_all(options):
     conversion = convert(wrap(module), **options)
     assert len(conversion.replaced) == 5
     torch.testing.assert_close(conversion.model(IDS)["logits"], module(IDS), rtol=1e-4, atol=1e-5)
+
+
+class LessMean(nn.Module):
+    """A parameter that is centered where it is read, by the model's own code."""
+
+    def forward(self, value):
+        return value - value.mean(0)
+
+
+def test_what_is_centered_by_the_model_itself_is_not_compressed():
+    """Its last number is made of the others: nothing that could be left out of its parameter."""
+    model = built(Block)
+    parametrize.register_parametrization(model.blocks[0].mix, "bias", LessMean())
+    with pytest.raises(ConversionError, match=r"blocks\.0\.norm2 is given what is not of plain parameters alone"):
+        convert(wrap(model), to="crmsnorm")

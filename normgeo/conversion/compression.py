@@ -24,6 +24,7 @@ from normgeo.conversion.probing import INVISIBLE, outputs_of, same, site_inputs,
 from normgeo.conversion.reaching import beside
 from normgeo.converted import add_bias, held_by, rebuild, reshape
 from normgeo.errors import ConversionError, said
+from normgeo.sites import NormSite
 
 __all__ = ["compress", "expand", "fold", "rounded"]
 
@@ -189,10 +190,23 @@ def compress(
         place[3] = "pad"
     _hooks_again(exact, recipe)
     if not same(truth, outputs_of(exact, inputs), INVISIBLE):
-        raise ConversionError("a stream is read by something that is no norm: it cannot be compressed")
+        raise _uncompressed(exact, [site for site in gauge.layernorms if site.name in recipe["norms"]], inputs)
     if not padded:
         _narrow(exact, recipe)
         _check_narrow(exact, inputs, truth)
+
+
+def _uncompressed(exact: PreTrainedModel, norms: list[NormSite], inputs: dict[str, Tensor]) -> ConversionError:
+    """Why a model is another one without the last numbers: they are written still, or read by what is no norm."""
+    with site_inputs(exact, norms) as given:
+        outputs_of(exact, inputs)
+    for name, tensors in given.items():
+        if any(float(x[..., -1].norm()) > INVISIBLE * float(x.norm()) for x in tensors):
+            return ConversionError(
+                f"{name} is given what is not of plain parameters alone, as of one that is centered where it is read "
+                "(parametrized): its last number cannot be left out, and the stream cannot be compressed"
+            )
+    return ConversionError("a stream is read by something that is no norm: it cannot be compressed")
 
 
 def _downstream(
