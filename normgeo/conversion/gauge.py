@@ -299,6 +299,8 @@ class _Probe:
         named = dict(self.model.named_parameters())
         own = {f"{name}.weight" for name in self.gains}
         gains = {size: inverted({k: v for k, v in self.gains.items() if len(v) == size}) for size in self.widths}
+        vectors = {k: v for k, v in named.items() if v.ndim == 1 and k not in own}
+        scales = {size: inverted({k: v for k, v in vectors.items() if len(v) == size}) for size in self.widths}
         for name, gradient in visible.items():
             if gradient is None or name in own:
                 continue
@@ -313,8 +315,8 @@ class _Probe:
                 if (norm := match(gradient, axis, gains[size])) is not None:
                     readers.append(Reader(name, axis, norm))
                 elif moves:
-                    scales = {k: v for k, v in named.items() if v.shape == (size,) and k not in own and k != name}
-                    if (scale := match(gradient, axis, inverted(scales))) is not None:
+                    others = {k: v for k, v in scales[size].items() if k != name}
+                    if (scale := match(gradient, axis, others)) is not None:
                         scaled[Shift(name, axis)] = scale
         whole = {v for v in set(scaled.values()) if self._scales_no_more(v, scaled, visible)}
         return tuple(writers), {k: v for k, v in scaled.items() if v in whole}, tuple(readers)
