@@ -261,8 +261,7 @@ def ablated(model: PreTrainedModel, part: str) -> PreTrainedModel:
 def _plain(reader: Reader) -> nn.Linear:
     weight, bias = reader.folded()
     new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None).to(weight)
-    new.weight = nn.Parameter(weight)
-    new.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+    new.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias}, assign=True)
     return new
 
 
@@ -279,7 +278,8 @@ def bench_training(
         task: what is trained, as `text` and `images` make it.
         rounds: how many; quartiles want 100.
         precision: mixed precision: no or bf16.
-        device: cpu or a CUDA device. `progress`: show a progress bar.
+        device: cpu or a CUDA device.
+        progress: show a progress bar.
 
     Returns:
         Raw times: one row per round and variant (`form`, and `without` which part, "" for the whole form), with
