@@ -321,8 +321,8 @@ def test_a_failed_certificate_exits_with_1_and_writes_nothing(tmp_path, monkeypa
 
     real = conversion.replace_norms
 
-    def wrong(model, sites, recipe):
-        real(model, sites, recipe)
+    def wrong(model, sites, norms):
+        real(model, sites, norms)
         model.get_submodule(sites[0].name).bias.zero_()
 
     monkeypatch.setattr(conversion, "replace_norms", wrong)

@@ -290,10 +290,10 @@ def test_a_module_called_twice_is_no_place_to_recenter():
 def test_a_conversion_that_is_not_equal_gives_no_model(monkeypatch):
     real = module.replace_norms
 
-    def wrong(model, sites, recipe):
-        for spec in recipe["norms"].values():
+    def wrong(model, sites, norms):
+        for spec in norms.values():
             spec["eps"] *= 1000
-        real(model, sites, recipe)
+        real(model, sites, norms)
 
     monkeypatch.setattr(module, "replace_norms", wrong)
     with pytest.raises(ConversionError, match="not equal to its original"):

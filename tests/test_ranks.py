@@ -290,7 +290,8 @@ runs._draw = lambda table, folder: None
 """
 
 
-def test_the_command_under_torchrun(tmp_path):
+def test_the_command_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setattr("normgeo.angles.runs._draw", lambda table, folder: None)  # as in the command
     words = ("--tokens", 2900, "--context", 100, "--null", 8, "--chunk-mib", 1, "--device", "cpu")
     (tmp_path / "command.py").write_text(COMMAND)
     process = torchrun(tmp_path / "command.py", "capture", "embedded-layernorm", "--store", tmp_path / "two", *words)
