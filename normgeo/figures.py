@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import matplotlib
 import matplotlib.figure
 import numpy as np
 import pandas as pd
@@ -330,9 +329,10 @@ def norms(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     Over all tokens and, where `with_rest` has it, without first positions and BOS, which may be far longer than others.
     """
     pre = on_stream(to_uniform(frame, "pre"))
-    looks, middle = styles(pre), float(np.exp(np.log(pre.mean_norm).agg(["min", "max"]).mean()))
+    looks, roots = styles(pre), pre.mean_norm[pre.mean_norm > 0] ** 0.5
     figure, panels = _by_layer(pre, "Growth of the residual stream", "mean norm before the site", True)
-    panels[0][0].update_datalim([(0, middle / 2), (0, 2 * middle)], updatex=False)  # of less ticks have many digits
+    wide = [(0, factor * roots.min() * roots.max()) for factor in (0.5, 2)]  # on less ticks have many digits
+    panels[0][0].update_datalim(wide, updatex=False)
     for axes, _, part in panels:
         _role_lines(axes, part, looks, "mean_norm", "rest_norm")
         if "rest_norm" in part:
