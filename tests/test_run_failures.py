@@ -49,7 +49,7 @@ def test_models_behind_one_that_cannot_be_measured_are(tmp_path):
     assert table.frame.model.unique().tolist() == ["embedded-rmsnorm", "bad", "embedded-layernorm"]
 
 
-def test_models_are_measured_on_one_text(tmp_path, no_figures):
+def test_models_are_measured_on_one_text(tmp_path):
     """A file that is another one when the next model is loaded gives no table that compares the two."""
     for name in ("gpt2", "llama"):
         tiny(name).save_pretrained(tmp_path / name)

@@ -89,7 +89,7 @@ class AngleTable:
             path = folder / f"{name}.parquet"
             try:
                 write_whole(path, frame.to_parquet(None, index=False))
-            except OSError as error:  # as where a directory is called so
+            except IsADirectoryError as error:  # of a full disk whoever knows how to go on tells
                 raise unwritable(path, error, "directory") from error
 
     @classmethod
