@@ -59,14 +59,17 @@ def behaviour_of(module: nn.Module, shape: torch.Size, given: torch.dtype = torc
         given: dtype of that, on which the eps of torch's RMSNorm depends where none is set.
 
     Raises:
-        ModelError: it cannot be copied.
+        ModelError: it cannot be copied, and may be a norm by the sizes of its parameters.
     """
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     for dtype in dict.fromkeys((torch.float64, torch.promote_types(own, torch.float32))):
         try:
             return _Probe.of(module, shape, dtype).behaviour(given)
         except ModelError:
-            raise
+            sizes = [parameter.numel() for parameter in module.parameters()]
+            if sizes and max(sizes) <= shape[-1]:
+                raise
+            return None
         except Exception:  # whatever a module raises that wants other inputs, or casts them to a dtype of its own
             continue
     return None

@@ -180,6 +180,8 @@ def copied(module: M, memo: dict[int, Any] | None = None) -> M:
     try:
         return copy.deepcopy(module, instead | {id(value): type(value)() for value in empty} | (memo or {}))
     except Exception as error:  # whatever copying a part of a model raises
+        if isinstance(error, MemoryError) or out_of_memory(error):
+            raise
         what = f"{type(module).__name__} cannot be copied, which this takes"
         raise ModelError(f"{what}: {first_line(error)}") from error
 

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from normgeo import convert, wrap
 from normgeo.behaviour import behaviour_of
+from normgeo.models import copied
 
 D = 16
 SHAPE = torch.Size((2, 5, D))
@@ -159,6 +160,30 @@ def test_gains_of_another_axis_are_no_norms():
     assert behaviour_of(nn.Linear(D, D), SHAPE) is None
     assert behaviour_of(Constant(), SHAPE) is None
     assert behaviour_of(nn.GroupNorm(5, 5), SHAPE) is None
+
+
+class Held:
+    """What copying fails on."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __deepcopy__(self, memo):
+        raise self.error
+
+
+@pytest.mark.parametrize("module", [nn.GELU(), nn.Linear(D, D)], ids=["no parameters", "larger ones"])
+def test_what_cannot_be_copied_and_is_too_large_or_too_small_for_a_norm_is_none(module):
+    module.held = Held(ValueError("pointers"))
+    assert behaviour_of(module, SHAPE) is None
+
+
+def test_memory_that_runs_out_is_no_fault_of_what_is_copied():
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        module = nn.Linear(D, D)
+        module.held = Held(error)
+        with pytest.raises(type(error)):
+            copied(module)
 
 
 def test_what_saturates_is_no_layernorm_of_two_numbers():
