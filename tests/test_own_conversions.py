@@ -1,10 +1,11 @@
 """Modules of one's own: what chooses by hidden states, what trains of their norms, and how these are called."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
-from blocks import IDS, Block, D, Named, built
+from blocks import IDS, Block, D, Model, Named, built
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -285,6 +286,13 @@ def test_a_function_over_weights_of_a_model_in_float64_is_named(given):
     module.head = lambda h: functional.linear(h, module.tok.weight)
     with pytest.raises(ModelError, match=r"a copy of Wrapped reads weights of the model.*; module\.head is a function"):
         convert(wrap(module), gauge=gauge)
+
+
+def test_a_function_over_what_stays_as_it_is_is_none_of_conversions_business():
+    module = built(Block).double()
+    module.register_buffer("shift", shift := torch.linspace(0, 1, 48, dtype=torch.float64))
+    module.forward = MethodType(lambda self, ids: Model.forward(self, ids) + shift, module)
+    assert len(convert(wrap(module)).replaced) == 5
 
 
 def test_what_contains_itself_is_copied():

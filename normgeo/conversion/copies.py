@@ -60,8 +60,7 @@ def independent(copied: nn.Module, model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: they read weights of the model that it is a copy of.
     """
-    own, others = (_memory([*part.parameters(), *part.buffers()]) for part in (copied, model))
-    with _Reads(others - own) as reads:
+    with _Reads(_memory(model.parameters()) - _memory(copied.parameters())) as reads:
         yield
     if reads.found:
         hint = around_another(copied)
