@@ -18,6 +18,7 @@ from normgeo.store import scan, workers
 from normgeo.store.layout import read_state
 from normgeo.store.reader import seen
 from normgeo.store.scan import angles_from_store
+from normgeo.system import versions
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,19 @@ def test_workers_that_run_other_code_are_refused(store, cluster, monkeypatch):
     monkeypatch.setattr(scan, "code_digest", lambda: "of this process")
     with pytest.raises(NormGeoError, match=r"workers of tcp://.* run another version of normgeo; install this one"):
         angles_from_store(store, null=4, scheduler=cluster, progress=False)
+
+
+def test_code_is_what_is_built_and_run(tmp_path, monkeypatch):
+    for name in ("a.py", "kernels/b.h", "kernels/c.cpp", ".ipynb_checkpoints/d.py", "e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "system" / "versions.py"))
+    found, digest = {}, versions.code_digest.__wrapped__
+    for path in sorted(path for path in tmp_path.rglob("*.*") if path.is_file()):
+        before = digest()
+        path.write_text("2")
+        found[path.name] = digest() != before
+    assert found == {"a.py": True, "b.h": True, "c.cpp": True, "d.py": False, "e.txt": False}
 
 
 def test_a_cluster_without_workers_is_not_waited_for(monkeypatch):

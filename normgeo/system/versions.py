@@ -32,6 +32,7 @@ def versions(*packages: str) -> dict[str, str]:
 def code_digest() -> str:
     """sha256 of the code of this package, which may differ where its version does not."""
     home, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(path for path in home.rglob("*") if path.suffix in (".py", ".cpp")):
-        digest.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes())
+    names = {path.relative_to(home) for path in home.rglob("*") if path.suffix in (".py", ".cpp", ".h")}
+    for name in sorted(name for name in names if not any(part.startswith(".") for part in name.parts)):
+        digest.update(name.as_posix().encode() + b"\0" + (home / name).read_bytes())
     return digest.hexdigest()
