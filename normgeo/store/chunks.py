@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -14,19 +15,26 @@ from jaxtyping import Shaped
 from normgeo.errors import StoreError
 from normgeo.kernels.checksum import checksum
 from normgeo.store.layout import TRAILER, ArraySpec, Commit, Layout
-from normgeo.store.storage import Storage
+from normgeo.store.storage import Disk, Storage
 
 __all__ = ["ChunkReader", "reading"]
 
 
 @contextmanager
-def reading(threads: int) -> Iterator[Executor]:
-    """Threads that read chunks. Of those that wait when it ends, as by an error, none is read."""
-    pool = ThreadPoolExecutor(threads, "read")
+def reading(storage: Storage) -> Iterator[Executor | None]:
+    """Threads that read chunks ahead, where they are waited for: none on a disk.
+
+    Of the chunks that are still to be read when it ends, as by an error, none is.
+    """
+    if isinstance(storage, Disk):
+        yield None
+        return
+    pool = ThreadPoolExecutor(storage.threads, "read")
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        if not sys.is_finalizing():  # an iterator that a script has left behind
+            pool.shutdown(cancel_futures=True)
 
 
 class ChunkReader:

@@ -105,7 +105,7 @@ class HiddenStates:
         heads, chunk = self.spec.heads, self._store.layout.chunk
         row = start // heads // chunk
         before = row * chunk * heads
-        with reading(self._store.storage.threads) as pool:
+        with reading(self._store.storage) as pool:
             found = self._store.reader(self.spec, row, pool).read(max(0, -(-stop // heads) - row * chunk))
         return found[start - before : stop - before]
 
@@ -153,7 +153,7 @@ class HiddenStates:
         """What is stored of all committed vectors, of so many tokens at once; chunks are read side by side, ahead."""
         threads, end = self._store.storage.threads, self._store.n_tokens
         ahead = min(end, max(n_tokens, threads * self._store.layout.chunk))
-        with reading(threads) as pool:
+        with reading(self._store.storage) as pool:
             reader = self._store.reader(self.spec, pool=pool)
             reader.expect(ahead)
             for start in range(0, end, n_tokens):
@@ -289,7 +289,7 @@ class HiddenStateStore:
         """
         if name not in TOKENS:
             raise StoreError(f"tokens have {', '.join(TOKENS)}, received {name!r}")
-        with reading(self.storage.threads) as pool:
+        with reading(self.storage) as pool:
             return self.reader(self.layout.arrays[TOKENS.index(name)], pool=pool).read(self.n_tokens)
 
     def rebuild(self, site: NormSite) -> Rebuild:
