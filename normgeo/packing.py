@@ -113,7 +113,7 @@ def watched(path: Path) -> Callable[[Contexts], Contexts]:
     def check() -> None:
         try:
             now = path.stat()
-        except FileNotFoundError:
+        except OSError:
             return
         if os.path.samestat(now, before) and (now.st_mtime_ns, now.st_size) != (before.st_mtime_ns, before.st_size):
             raise DataError(f"{path} was written to while it was read, and its ids may be others now; start again")

@@ -100,7 +100,8 @@ def loss_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):  # whose errors have no type
+        lost = isinstance(error, distributed.DistError) or "gloo" in str(error)  # whose errors have no type
+        if not lost or "invalid usage" in str(error):
             raise
         safe = "what was saved is safe: --resume goes on from there"
         raise NormGeoError(f"another process of this training has ended; {safe} ({first_line(error)})") from error

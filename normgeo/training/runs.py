@@ -96,7 +96,6 @@ def output(out: Path | None, size: str, device: str = "auto") -> Iterator[Path]:
         yield shared[0]
 
 
-@loss_explained()
 def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **options: Any) -> dict[str, Path]:
     """Train twins in a new directory.
 
@@ -149,7 +148,6 @@ def start_training(config: TrainConfig, recipe: Recipe, out: str | Path, **optio
             return _train_all(config, recipe, out, record, given, **options)
 
 
-@loss_explained()
 def resume_training(out: str | Path, **options: Any) -> dict[str, Path]:
     """Finish an interrupted training with the settings it was started with.
 
@@ -298,6 +296,7 @@ def _tokenizer(config: TrainConfig, stored: Path | None, excluded: set[str]) -> 
     return tokenizer
 
 
+@loss_explained()
 def _train_all(
     config: TrainConfig,
     recipe: Recipe,
