@@ -21,6 +21,19 @@ _context.set_forkserver_preload([
 NORMGEO = "from normgeo.cli.main import main; main()"
 
 
+def wait_before(owner, name, when=lambda *_: True):
+    """Have this process wait to be killed before it calls a function of which `when` is true: it cannot be done before,
+    however late whoever kills it comes to do so."""
+    call = getattr(owner, name)
+
+    def waiting(*given, **options):
+        if when(*given):
+            time.sleep(600)
+        return call(*given, **options)
+
+    setattr(owner, name, waiting)
+
+
 def begin():
     """Start the process to fork from, for others that fork."""
     multiprocessing.forkserver.ensure_running()

@@ -173,11 +173,18 @@ def test_a_head_that_no_configuration_names_is_said_to_be_left_out(architectures
         convert_sharded(tmp_path / "m", tmp_path / "out")
 
 
+WAITS = """
+from forked import wait_before
+from normgeo.conversion import sharded
+wait_before(sharded, "_check_written")
+""" + NORMGEO  # fmt: skip
+
+
 def test_a_conversion_that_is_terminated_leaves_nothing(tmp_path):
     model = tiny("gpt_neox", num_hidden_layers=24, hidden_size=256, intermediate_size=1024)
     model.save_pretrained(tmp_path / "in", max_shard_size="1MB")
     del model
-    running = Forked(NORMGEO, "convert", tmp_path / "in", tmp_path / "out", "--by-shard")
+    running = Forked(WAITS, "convert", tmp_path / "in", tmp_path / "out", "--by-shard")
     running.until(lambda: [*tmp_path.glob(".out-*.partial/*.safetensors")])
     os.kill(running.pid, signal.SIGTERM)
     assert running.ended().returncode > 0

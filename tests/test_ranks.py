@@ -323,13 +323,14 @@ run.config_from_args = forking
 run.main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
 """  # torchrun, but for where its processes come from: two new ones would import for eight seconds each
 SCRIPT = """
-import os, sys, time
+import os, sys
 from pathlib import Path
+from forked import wait_before
 Path(sys.argv[3] + os.environ["RANK"]).write_text(str(os.getpid()))
 from normgeo.angles import runs
-sync = os.fsync
-os.fsync = lambda descriptor: (time.sleep(0.1), sync(descriptor))  # a disk too slow to be done before it is killed
+from normgeo.store import writer
 from normgeo.store.capture import CaptureConfig, start_capture
+wait_before(writer, "write_commit", lambda storage, commit: commit.row == int(sys.argv[4]))
 runs._draw = lambda table, folder: None
 run = runs.RunConfig((sys.argv[1],), sys.argv[2], batch=3, null=8, device="cpu")
 start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), Path(sys.argv[3]), progress=False)
@@ -343,7 +344,7 @@ def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, tmp_path
     start_capture(CaptureConfig(run, ("pre",), 64 * 32 * 4), tmp_path / "whole", progress=False)
     rows = HiddenStateStore(tmp_path / "whole").layout.rows
     mine = tmp_path / f"cut/commits/{rows // 2:08}.json"  # the first of the second process's
-    process = Forked(LAUNCHER, tmp_path / "script.py", home / "gpt2", tmp_path / "ids.npy", tmp_path / "cut")
+    process = Forked(LAUNCHER, tmp_path / "script.py", home / "gpt2", tmp_path / "ids.npy", tmp_path / "cut", rows - 1)
     process.until(mine.exists)
     os.kill(int((tmp_path / "cut1").read_text()), signal.SIGKILL)
     assert process.ended(100).returncode != 0

@@ -260,9 +260,10 @@ def test_the_command_by_two_processes(home, whole, tmp_path, monkeypatch):
 def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, whole, tmp_path):
     words = ("angles", home / "gpt2", "--data", home / "ids.npy", "--tokens", N, "--batch", 3, "--null", 8)
     words += ("--null-every", 2, "--sites", "mlp,final", "--device", "cpu", "--out", tmp_path / "run")
-    slow = "import os, time; sync = os.fsync; os.fsync = lambda f: (time.sleep(0.2), sync(f))\n"
+    waits = "from forked import wait_before; from normgeo.angles.state import State\n"
+    waits += "wait_before(State, 'save', lambda state, *given: (state.parts / f'{given[-1]}.safetensors').exists())\n"
     silent = "from normgeo.system import ranks; ranks.BEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 3.0\n"
-    first, second = forked.ranks(silent + slow + COMMAND, *words)
+    first, second = forked.ranks(silent + waits + COMMAND, *words)
     second.until((tmp_path / "run/state/parts/gpt2/1.safetensors").exists)
     second.kill()
     assert first.ended(100).returncode == 1

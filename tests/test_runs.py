@@ -119,22 +119,25 @@ def test_an_interrupted_run_is_resumed_bit_identically(tmp_path, monkeypatch, wh
 def test_killed_processes_lose_nothing(tmp_path):
     code = (
         "import sys; from pathlib import Path; from normgeo.angles import job, runs\n"
-        "job.BLOCK_TOKENS, runs._draw = 1024, lambda table, folder: None\n"
-        "config = runs.RunConfig(('embedded-layernorm',), tokens=8_000, context=64, batch=4, null=8)\n"
+        "from forked import wait_before\n"
+        "job.BLOCK_TOKENS, runs._draw = 512, lambda table, folder: None\n"
+        "most = int(sys.argv[2])\n"  # of which it is to be killed
+        "wait_before(runs.State, 'save', lambda state, found, done, *_: sum(b - a for a, b in done) >= most)\n"
+        "config = runs.RunConfig(('embedded-layernorm',), tokens=4_000, context=64, batch=4, null=8)\n"
         "out = Path(sys.argv[1])\n"
         "go = runs.resume_run if (out / 'run.json').exists() else lambda o, **k: runs.start_run(config, o, **k)\n"
         "go(out, progress=False)\n"
     )
-    start_run(RunConfig(**SMALL | {"tokens": 8_000, "null": 8}), tmp_path / "whole", progress=False)
+    start_run(RunConfig(**SMALL | {"tokens": 4_000, "null": 8}), tmp_path / "whole", progress=False)
     out, state = tmp_path / "cut", tmp_path / "cut/state/embedded-layernorm.safetensors"
-    for _ in range(2):
-        process, before = Forked(code, out), state.stat().st_mtime_ns if state.exists() else 0
+    for most in (2_000, 4_000):
+        process, before = Forked(code, out, most), state.stat().st_mtime_ns if state.exists() else 0
         process.until(lambda before=before: state.exists() and state.stat().st_mtime_ns != before)
         time.sleep(0.15)
         process.kill()
         assert process.ended().returncode == -signal.SIGKILL
     assert not (out / "angles.parquet").exists()
-    Forked(code, out).done()
+    Forked(code, out, 5_000).done()
     assert_same(tmp_path / "whole", out)
 
 

@@ -120,12 +120,11 @@ def test_what_does_not_fit_or_is_damaged_leaves_nothing(store, copy, tmp_path, m
     shutil.rmtree(copy)
 
 
-SLOW = """
-import time
+WAITS = """
+from forked import wait_before
 from normgeo.angles.scalars import ScalarWriter
-write = ScalarWriter._write
-ScalarWriter._write = lambda *args: (time.sleep(0.2), write(*args))
-"""
+wait_before(ScalarWriter, "_write", lambda writer, *_: any(writer.path.rglob("c/0/0")))
+""" + NORMGEO  # fmt: skip
 
 
 def test_a_scan_that_is_killed_leaves_nothing_in_the_way(store, tmp_path):
@@ -133,7 +132,7 @@ def test_a_scan_that_is_killed_leaves_nothing_in_the_way(store, tmp_path):
     run_from_store(store, tmp_path / "whole", progress=False)
     out = tmp_path / "out"
     words = ("angles", "--store", store, "--out", out)
-    process = Forked(SLOW + NORMGEO, *words)
+    process = Forked(WAITS, *words)
     process.until(lambda: any(out.rglob("c/0/0")))
     process.kill()
     assert process.ended().returncode == -signal.SIGKILL

@@ -63,15 +63,15 @@ def test_a_stream_that_ends_early_makes_no_complete_store(home, tmp_path, monkey
 
 
 CODE = """
-import os, sys, time
+import sys
 from pathlib import Path
-from normgeo.store import capture, storage
+from forked import wait_before
+from normgeo.store import capture, writer
 from normgeo.angles import runs
 from normgeo.angles.runs import RunConfig
 runs._draw = lambda table, folder: None
-home, out, slow = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-sync = os.fsync
-os.fsync = lambda descriptor: (time.sleep(slow), sync(descriptor))  # a disk too slow to be done before a kill
+home, out, never = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+wait_before(writer, "write_commit", lambda storage, commit: commit.row == never)
 run = RunConfig((str(home / "gpt2"),), str(home / "many.npy"), batch=3, null=8, device="cpu")
 config = capture.CaptureConfig(run, ("pre", "post"), 256 * 32 * 4)
 go = capture.resume_capture if (out / "store.json").exists() else lambda o, **k: capture.start_capture(config, o, **k)
@@ -79,26 +79,26 @@ go(out, progress=False)
 """
 
 
-def kill_at_work(home, out, until, moment):
-    """Kill a capture `moment` seconds after `until` of its rows are complete; it must still have been at work."""
-    process = Forked(CODE, home, out, 0.01)
+def kill_at_work(home, out, until, moment, last):
+    """Kill a capture `moment` seconds after `until` of its rows are complete, and before the last is."""
+    process = Forked(CODE, home, out, last)
     process.until(lambda: len(list((out / "commits").glob("*.json"))) >= until)
     time.sleep(moment)
     process.kill()
-    assert process.ended().returncode == -signal.SIGKILL, "it was done before it was killed"
+    assert process.ended().returncode == -signal.SIGKILL
 
 
 def test_killed_processes_lose_nothing(home, tmp_path):
     """ROUNDS and ROWS in the environment make it as long as one likes."""
     rounds, texts = int(os.environ.get("ROUNDS", 2)), int(os.environ.get("ROWS", 600))
     np.save(home / "many.npy", np.random.default_rng(1).integers(3, 96, (texts, CONTEXT)))
-    Forked(CODE, home, tmp_path / "whole", 0.0).done()
+    Forked(CODE, home, tmp_path / "whole", -1).done()
     rows, rng, complete = HiddenStateStore(tmp_path / "whole").layout.rows, random.Random(rounds), 0
     for _ in range(rounds):
         complete += rng.randint(0, rows // (rounds + 1))  # of the last share of the rows, none
-        kill_at_work(home, tmp_path / "cut", complete, rng.uniform(0.0, 0.05))
+        kill_at_work(home, tmp_path / "cut", complete, rng.uniform(0.0, 0.05), rows - 1)
     assert len(HiddenStateStore(tmp_path / "cut").committed) < rows
-    Forked(CODE, home, tmp_path / "cut", 0.0).done()
+    Forked(CODE, home, tmp_path / "cut", -1).done()
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert verify(tmp_path / "cut")[1] == []
 

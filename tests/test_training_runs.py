@@ -26,10 +26,17 @@ from normgeo.training.twins import evaluate, train_tokenizer
 HERE = Path(__file__).parent
 
 
+WAITS = """
+from forked import wait_before
+from normgeo.training.train import Trainer
+wait_before(Trainer, "take_step", lambda trainer: trainer.step == 10)
+""" + NORMGEO  # fmt: skip
+
+
 def test_a_killed_command_is_resumed(tmp_path):
     articles(tmp_path)
     steps = ("--norm", "rmsnorm", "--steps", 12)
-    killed = Forked(NORMGEO, *command(tmp_path, "killed", *steps))
+    killed = Forked(WAITS, *command(tmp_path, "killed", *steps))
     killed.until(lambda: list(tmp_path.glob("killed/rmsnorm/state-*")))
     killed.kill()
     assert killed.ended().returncode == -signal.SIGKILL
