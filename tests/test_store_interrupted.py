@@ -198,15 +198,23 @@ def test_a_writer_killed_before_its_record_leaves_a_place_to_begin(home, tmp_pat
     assert content(tmp_path / "s") == content(store)
 
 
-def capture_with_a_bound(home, path, monkeypatch, bound):
-    """The most bytes that waited for a disk that takes 20 ms a write, counted where they are queued and written."""
-    waiting, most, real, counting = 0, 0, os.write, threading.Lock()
+MUCH = 80_000
+
+
+def capture_with_a_bound(home, path, monkeypatch, bound, seconds):
+    """The most bytes that waited for a disk, counted where they are queued and written.
+
+    A write takes it so many seconds, as long as no more than `MUCH` waited.
+    """
+    waiting, most, real, counting, much = 0, 0, os.write, threading.Lock(), threading.Event()
 
     def count(n):
         nonlocal waiting, most
         with counting:
             waiting += n
             most = max(most, waiting)
+        if most > MUCH:
+            much.set()
 
     class Counted(StoreWriter):
         def _hand(self, key, values):
@@ -219,7 +227,7 @@ def capture_with_a_bound(home, path, monkeypatch, bound):
 
     with monkeypatch.context() as patch:
         patch.setattr(capture, "StoreWriter", functools.partial(Counted, waiting_bytes=bound))
-        patch.setattr(os, "write", lambda *args: (time.sleep(0.02), real(*args))[1])
+        patch.setattr(os, "write", lambda *args: (waiting and much.wait(seconds), real(*args))[1])
         captured(home, path)
     assert waiting == 0
     return most
@@ -281,11 +289,11 @@ def test_a_row_is_committed_once_its_chunks_are_synced(home, tmp_path, monkeypat
 
 
 def test_a_slow_disk_holds_the_model_back(home, tmp_path, monkeypatch, store):
-    bound, piece = 40_000, 3 * CONTEXT * 32 * 4
+    bound, piece = MUCH // 2, 3 * CONTEXT * 32 * 4
     freed_and_not_counted_yet = Disk.threads * piece
-    assert capture_with_a_bound(home, tmp_path / "s", monkeypatch, bound) <= bound + freed_and_not_counted_yet
+    assert capture_with_a_bound(home, tmp_path / "s", monkeypatch, bound, 0.02) <= bound + freed_and_not_counted_yet
     assert content(tmp_path / "s") == content(store)
-    assert capture_with_a_bound(home, tmp_path / "unbound", monkeypatch, 1 << 30) > 2 * bound
+    assert capture_with_a_bound(home, tmp_path / "unbound", monkeypatch, 1 << 30, 60) > MUCH
 
 
 def test_a_store_that_has_just_begun_is_not_damaged(copy):
