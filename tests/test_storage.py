@@ -260,11 +260,10 @@ def test_a_runs_other_processes_end_before_its_lock_is_taken_over(environment, m
     with pytest.raises(StoreError, match=r"last heard of .*takes over 60 s after"):
         storage.writing().__enter__()  # the others may be alive
     storage.delete("lock")
-    monkeypatch.setattr(objects, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(objects, "LEASE_SECONDS", 4.0)
     for ends in (lambda first: first.delete("lock"), lambda first: first._lost.set()):
         first, other = storage_at("s3://bucket/joined"), storage_at("s3://bucket/joined")
         with first.writing(shared=True) as run, other.writing(run):
-            time.sleep(3)  # longer than others wait
             other.put("a", b"")
             ends(first)
             assert other._lost.wait(30)
