@@ -16,7 +16,8 @@ def by_ranks(size, do, alike=True):
 
     Where they are alike all load as many, and nobody measures while another loads.
     """
-    meeting, loading, loaded, load_model = HashStore(), threading.Lock(), threading.Barrier(size), job.load_model
+    meeting, loading, load_model = HashStore(), threading.Lock(), job.load_model
+    begun, loaded = threading.Barrier(size), threading.Barrier(size)
 
     def load(*args, **options):
         with loading:  # transformers changes what is global meanwhile
@@ -27,6 +28,7 @@ def by_ranks(size, do, alike=True):
         return model
 
     def done(rank):
+        begun.wait(200)  # else one that has ended may leave its thread to another
         try:
             return do(ranks=Ranks(rank, size, rank, meeting))
         except BaseException:
