@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import secrets
 import shutil
 import socket
 import sys
@@ -111,9 +112,12 @@ class Forked:
 
 
 def free_port():
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """One that nothing has, below those that connections are given: any of a test beside this one may be given one of
+    those before it is listened at, and keeps it for a minute."""
+    while True:
+        with contextlib.closing(socket.socket()) as free, contextlib.suppress(OSError):
+            free.bind(("", port := 10_000 + secrets.randbelow(20_000)))
+            return port
 
 
 def ranks(code, *words, n=2, **environment):
