@@ -224,12 +224,12 @@ def test_the_lock_is_held_until_the_last_process_has_ended(copy):
     def stay(run):
         with Disk(copy).writing(run):
             joined.set()
-            leave.wait(10)
+            leave.wait(60)
 
     with Disk(copy).writing() as run:
         other = threading.Thread(target=stay, args=(run,))
         other.start()
-        assert joined.wait(10)
+        assert joined.wait(60)
     with pytest.raises(StoreError, match="another process writes"), Disk(copy).writing():
         pass
     leave.set()
