@@ -88,7 +88,8 @@ def test_the_rate_is_tried_on_no_more_than_half_of_what_is_free(tmp_path, monkey
         append(self, block)
 
     monkeypatch.setattr(direct.NewFile, "append", seen)
-    monkeypatch.setattr("time.perf_counter", iter(range(6)).__next__)  # every try takes a second
+    clock = SimpleNamespace(perf_counter=iter(range(6)).__next__)  # every try takes a second
+    monkeypatch.setattr("normgeo.store.storage.time", clock)
     for free, most in ((10_000, 4096), (20 << 20, 10 << 20), (1 << 40, 64 << 20)):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         assert (Disk(tmp_path / "s").rate(), sum(sizes)) == (most, most)
