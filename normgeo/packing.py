@@ -100,25 +100,31 @@ def remembered(contexts: Contexts, context: int, most: int) -> Contexts:
     return passing
 
 
-def watched(path: Path) -> Callable[[Contexts], Contexts]:
+def watched(path: Path) -> Callable[[Contexts, Callable[[], bool]], Contexts]:
     """Contexts of a file that lies in memory only where it is read, as it was now: what is written to it is seen there.
 
-    A file that takes the name of this one is another, and does not matter.
+    A file that takes the name of this one is another, and does not matter; nor does it that what is there was written
+    again, as by a copy or `touch`, which the function beside the contexts tells.
 
     Raises:
-        DataError: from the contexts, once it was written to.
+        DataError: from the contexts, once something else was written to it.
     """
     before = path.stat()
 
-    def check() -> None:
-        try:
-            now = path.stat()
-        except OSError:
-            return
-        if os.path.samestat(now, before) and (now.st_mtime_ns, now.st_size) != (before.st_mtime_ns, before.st_size):
-            raise DataError(f"{path} was written to while it was read, and its ids may be others now; start again")
+    def watching(contexts: Contexts, same: Callable[[], bool]) -> Contexts:
+        def check() -> None:
+            nonlocal before
+            try:
+                now = path.stat()
+            except OSError:
+                return
+            unwritten = (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+            if unwritten or not os.path.samestat(now, before):
+                return
+            if now.st_size != before.st_size or not same():  # in this order: of a shorter file nothing can be asked
+                raise DataError(f"{path} was written to while it was read, and its ids may be others now; start again")
+            before = now
 
-    def watching(contexts: Contexts) -> Contexts:
         def unchanged(start: int = 0) -> Iterator[Context]:
             for context in contexts(start):
                 check()  # of a copy

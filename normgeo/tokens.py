@@ -290,7 +290,7 @@ def load_tokens(
     if holds_ids(data):
         ids, watching = _load_ids(Path(data)), watched(Path(data))  # before its digest is taken
         stream = TokenStream.from_array(ids, context=context, source=str(data))
-        return replace(stream, contexts=watching(stream.contexts))
+        return replace(stream, contexts=watching(stream.contexts, lambda: _digest(ids) == stream.digest))
     context = _length(context, 1024)
     if hub is not None:
         _check_tokenizer(tokenizer, hub.name)
@@ -368,8 +368,8 @@ def _check_tokenizer(tokenizer: Any, source: str) -> None:
 
 
 def _load_ids(path: Path) -> np.ndarray:
-    try:
-        return np.lib.format.open_memmap(path, mode="r")  # not `load`, which would rather unpickle what is no array
+    try:  # not `load`, which would rather unpickle what is no array
+        return np.atleast_2d(np.lib.format.open_memmap(path, mode="r"))
     except (OSError, ValueError, EOFError) as error:
         advice = "" if isinstance(error, OSError) else "; give whole numbers as numpy.save does"
         raise DataError(f"cannot read token ids from {path}: {error}{advice}") from error

@@ -72,14 +72,14 @@ def test_contexts_of_which_some_are_kept_come_as_they_were_from_any_beginning(mo
 
 
 def test_ids_in_a_file_that_is_written_to_are_refused_and_one_of_its_name_does_not_matter(tmp_path):
-    """They would be measured under the digest of those that were there."""
+    """They would be measured under the digest of those that were there. The same ids, written again, are these."""
     data, ids = tmp_path / "ids.npy", np.arange(40).reshape(4, 10)
     np.save(data, ids)
-    for write, expected in ((tmp_path / "new.npy", ids[1]), (data, None)):
+    for write, new, expected in ((data, ids, ids[1]), (tmp_path / "new.npy", ids + 1, ids[1]), (data, ids, None)):
         os.utime(data, (0, 0))  # it is old: what is written within one tick of a file system's clock has the same time
         batches = load_tokens(data).batches(None, 1)
         next(batches)
-        np.save(write, ids + 1)
+        np.save(write, new)
         write.replace(data)
         if expected is not None:
             np.testing.assert_array_equal(next(batches).ids[0], expected)
