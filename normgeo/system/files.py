@@ -67,11 +67,10 @@ def check_folder(out: Path, option: str | None = "--out") -> None:
     """
     check_name(out, option or "directory")
     try:
-        if out.is_symlink() and not out.exists():
-            raise RunError(
-                f"cannot write to {out}: it is a link to {out.readlink()}, which is not there; make that first"
-            )
-        there = next(path for path in (out, *out.parents) if path.exists())
+        there = next(path for path in (out, *out.parents) if os.path.lexists(path))
+        if not there.exists():
+            link = f"{'it' if there == out else there} is a link to {there.readlink()}"
+            raise RunError(f"cannot write to {out}: {link}, which is not there; make that first")
         if not there.is_dir():
             raise RunError(f"cannot write to {out}: {there} is no directory; give another {option or 'directory'}")
         _try(there)
