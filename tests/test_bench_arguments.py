@@ -109,7 +109,7 @@ def test_a_stream_of_a_short_text_is_said_to_be_of_its_tokens(normgeo):
     Path("short.txt").write_text("A river.")
     status, out, _ = normgeo("bench", "stream", "--data", "short.txt", "--context", 64, "--rounds", 1)
     assert status == 0
-    assert out.startswith("embedded-layernorm, 1 x 4 tokens, float32, 1 rounds")
+    assert out.startswith("embedded-layernorm, 1 x 4 tokens, float32, rounds: 1")
 
 
 @pytest.mark.parametrize("words", [("stream",), ("train", "--sizes", "tiny")], ids=" ".join)

@@ -82,7 +82,7 @@ def test_times_of_passes_are_in_milliseconds_and_shares_in_percent(printed):
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._inference, inference_summary(raw))}
     spread = "0.950 (0.950-0.950)", "0.800 (0.800-0.800)"
     assert rows["fused"] == ["1900.000", spread[0], "50%", "400.000", spread[1], "25%", "2e-06"]
-    assert "m, float32, 2 x 8, forward, eager; 3 rounds, a, threads: 1" in rows
+    assert "m, float32, 2 x 8, forward, eager; rounds: 3, a, threads: 1" in rows
     noisy = raw.assign(seconds=raw.seconds.where(raw.variant != "no-norm", 2.2))
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._inference, inference_summary(noisy))}
     assert (rows["fused"][2], rows["fused"][5]) == ("no clear gap", "25%")
@@ -141,4 +141,4 @@ def test_times_of_all_cases_are_written_together_as_they_come(tmp_path, monkeypa
         bench_command.bench_inference(["m", "n"], batch="1,2", out=out)
     found = pd.read_parquet(out).groupby(["model", "batch"]).size().to_dict()
     assert found == {("m", 1): 3, ("m", 2): 3, ("n", 1): 3}
-    assert "n, float32, 1 x 8, forward, eager; 3 rounds" in capsys.readouterr().out
+    assert "n, float32, 1 x 8, forward, eager; rounds: 3" in capsys.readouterr().out

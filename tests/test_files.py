@@ -96,7 +96,7 @@ def test_a_table_is_printed_even_where_it_cannot_be_written_any_more(normgeo, mo
         "bench", "norms", "--shapes", "1x2x16", "--dtype", "float32", "--rounds", 3, "--seconds", 0, "--out", "raw"
     )
     assert status == 1
-    assert "1x2x16, float32; 3 rounds" in out
+    assert "1x2x16, float32; rounds: 3" in out
     assert err == "error: cannot write raw: No such file or directory; give another --out"
 
 

@@ -377,7 +377,7 @@ def test_command(tmp_path):
     out = tmp_path / "raw.parquet"
     done = run(*["embedded-rmsnorm"] * 2, "--length", "8", "--rounds", "3", "--decode", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "embedded-rmsnorm, float32, 1 x 8, decode, eager; 3 rounds" in done.output
+    assert "embedded-rmsnorm, float32, 1 x 8, decode, eager; rounds: 3" in done.output
     assert "norms share" in done.output
     frame = pd.read_parquet(out)
     assert set(frame.phase) == {"forward", "decode"}

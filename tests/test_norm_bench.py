@@ -214,7 +214,7 @@ def test_command(tmp_path):
     sizes = "--shapes", "1x2x16,2x2x8", "--dtype", "float32", "--rounds", "3", "--seconds", "0.5"
     done = run(*sizes, "--no-beta", "--out", out)
     assert done.exit_code == 0, done.output
-    assert "1x2x16, float32; 3 rounds, forward, without beta" in done.output
+    assert "1x2x16, float32; rounds: 3, forward, without beta" in done.output
     assert set(pd.read_parquet(out)["shape"]) == {"1x2x16", "2x2x8"}
 
 

@@ -153,7 +153,7 @@ def bench_stream(
             f"{row['seconds']:.3f}",
         )  # fmt: skip
     first = frame.iloc[0]  # of a short text there are fewer tokens than were asked for
-    console.print(f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, {rounds} rounds, {first.device}")
+    console.print(f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, rounds: {rounds}, {first.device}")
     console.print(shown)
     write_table(frame, out)
 
@@ -186,7 +186,7 @@ def bench_store(
     frame = bench_store(run, folder, rounds=rounds)
     first = frame.iloc[0]
     console.print(
-        f"{first.model}, {first.tokens:,} tokens in contexts of {first.context}, {first['dtype']}, {rounds} rounds, "
+        f"{first.model}, {first.tokens:,} tokens in contexts of {first.context}, {first['dtype']}, rounds: {rounds}, "
         f"{first.device}, threads: {first.threads}",
         highlight=False,
     )
@@ -242,8 +242,8 @@ def bench_train(
                 f"{100 * row['ratio_q25']:.2f} to {100 * row['ratio_q75']:.2f}%", f"{row['seconds']:.4f}",
             )  # fmt: skip
         console.print(
-            f"{size}: {batch} x {about.context} tokens, {rounds} interleaved steps, mixed precision: {precision}, "
-            f"{about.threads} threads of {about.device}, torch {about.torch}"
+            f"{size}: {batch} x {about.context} tokens, interleaved steps: {rounds}, mixed precision: {precision}, "
+            f"{about.device}, threads: {about.threads}, torch {about.torch}"
         )
         console.print(shown)
         write_table(pd.concat(raw, ignore_index=True), out)
@@ -286,7 +286,7 @@ def _inference(frame: pd.DataFrame) -> None:
         first = rows[0]
         console.print(
             f"{first['model']}, {first['dtype']}, {first['batch']} x {first['length']}, {first['phase']}, "
-            f"{first['mode']}; {first['rounds']} rounds, {first['device']}, threads: {first['threads']}",
+            f"{first['mode']}; rounds: {first['rounds']}, {first['device']}, threads: {first['threads']}",
             highlight=False,
         )
         console.print(shown)
@@ -302,6 +302,6 @@ def _norms(frame: pd.DataFrame) -> None:
                 f"{100 * row['copy_share']:.0f}%",
             )  # fmt: skip
         passes = rows[0]["passes"] + ("" if rows[0]["beta"] else ", without beta")
-        about = f"{rows[0]['rounds']} rounds, {passes}, {rows[0]['device']}, threads: {rows[0]['threads']}"
+        about = f"rounds: {rows[0]['rounds']}, {passes}, {rows[0]['device']}, threads: {rows[0]['threads']}"
         console.print(f"{shape}, {dtype}; {about}", highlight=False)
         console.print(shown)
