@@ -339,12 +339,12 @@ def test_two_that_take_over_at_once(environment, monkeypatch):
 
 
 def test_addresses(tmp_path, monkeypatch):
-    assert isinstance(storage_at(tmp_path), Disk)
-    assert storage_at("here").absolute == str(Path("here").resolve())
+    monkeypatch.chdir(tmp_path)
+    Path("ab:").mkdir()
+    assert all(storage_at(here).absolute == str(Path(here).absolute()) for here in (tmp_path, "here", "ab:/here"))
     for address, message in (
         ("az://container/x", "s3://bucket/prefix or at gs://bucket/prefix"),
-        ("s3://bucket", "no place inside a bucket"),
-        ("s3://bucket/", "no place inside a bucket"),
+        *((f"s3://bucket{end}", "no place inside a bucket") for end in ("", "/")),
         *((lost, "give it as a string") for lost in (Path("s3://bucket/x"), "s3:/bucket/x")),
         *((f"s3://bucket/{path}", "another place") for path in ("a?1", "a#1", "a%20b", "a b", "x/../y", "x//y")),
     ):

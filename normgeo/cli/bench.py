@@ -153,7 +153,9 @@ def bench_stream(
             f"{row['seconds']:.3f}",
         )  # fmt: skip
     first = frame.iloc[0]  # of a short text there are fewer tokens than were asked for
-    console.print(f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, rounds: {rounds}, {first.device}")
+    console.print(
+        f"{model}, {first.batch} x {first.context} tokens, {first['dtype']}, rounds: {rounds}, {first.device}"
+    )
     console.print(shown)
     write_table(frame, out)
 
