@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from test_compare import EXACT, drawn, sharpened
+from transformers import CLIPModel
 
 from analyses import causal_test
 from normgeo.cli import main as cli
@@ -107,6 +108,7 @@ def test_a_model_against_itself_by_name(normgeo, tmp_path):
         (["gpt2", "llama", "--data", "ids.npy", "--device", "cuda:99"], "cuda:99"),
         (["llama", "gpt2", "--data", "ids.npy", "--naive"], "has no LayerNorm"),
         (["gpt2", "vit", "--data", "ids.npy"], "ViTForImageClassification takes pixel_values, not token ids"),
+        (["gpt2", "clip", "--data", "ids.npy"], "CLIPModel has no table of token embeddings"),
         (["vit", "gpt2"], "ViTForImageClassification takes pixel_values, not token ids"),
         (["gpt2", "nan", "--data", "ids.npy"], "the logits of nan are NaN or infinite"),
         (["gpt2", "llama", "--data", "ids.npy", "--out", "gpt2"], "exists and is not an empty directory"),
@@ -119,6 +121,8 @@ def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, wo
         zoo.tiny("gpt2", vocab_size=100).save_pretrained("wide")
     if "vit" in words:
         zoo.tiny("vit").save_pretrained("vit")
+    if "clip" in words:
+        CLIPModel(zoo.by_type("clip").config).save_pretrained("clip")
     if "other" in words:
         zoo.tiny("gpt2", vocab_size=300).save_pretrained("other")
         twins.train_tokenizer(["some other words"] * 9, 300).save_pretrained("other")
@@ -134,6 +138,7 @@ def test_each_mistake_is_one_clear_line_and_writes_nothing(normgeo, tmp_path, wo
     assert err.count("error: ") == 1
     assert says in " ".join(err.split())
     assert "Traceback" not in err
+    assert ("contexts of" in err) == (not {"wide", "nan"}.isdisjoint(words))  # the outputs tell, and nothing else
     assert set(tmp_path.rglob("*")) == before
 
 

@@ -307,6 +307,7 @@ def compare_run(
     models = {label: load_model(name, revision=of, **options) for label, name, of in named}
     for model in models.values():
         check_context(model, config.context or 1)
+        vocabulary(model)  # as before the angles of one: a model of text and more may have no table of tokens
     longest = min([1024, *(n for m in models.values() if (n := max_context(m)))])
     is_ids = holds_ids(config.source)
     tokenizer = None if is_ids else _shared_tokenizer(names, revisions, trust)
