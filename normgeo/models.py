@@ -43,6 +43,7 @@ __all__ = [
     "uncompiled",
     "usable_device",
     "weights_digest",
+    "widened",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,6 +56,12 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name: `bfloat16` of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def widened(model: nn.Module) -> str:
+    """What may help a model with weights in half precision that fails, in words: some have others in single (XLNet)."""
+    half = any(weight.dtype in (torch.float16, torch.bfloat16) for weight in model.parameters())
+    return "try --dtype float32 (dtype=), or " if half else ""
 
 
 class TwinConfig(GPT2Config):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError, NormGeoError, said
 from normgeo.examples import example, max_context
 from normgeo.functional import watched
-from normgeo.models import base_model, check_model, default_dtype, memory_explained, on_cpu, uncompiled
+from normgeo.models import base_model, check_model, default_dtype, memory_explained, on_cpu, uncompiled, widened
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, sites_of
 from normgeo.system.memory import memory_kept
@@ -195,8 +195,8 @@ def own_errors(model: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a model raises
         raise ModelError(
-            f"{type(model).__name__} failed on token ids alone: {said(error)}; give a "
-            "model of text, or the part of this one that reads it"
+            f"{type(model).__name__} failed on token ids alone: {said(error)}; {widened(model)}give a model of text, "
+            "or the part of this one that reads it"
         ) from error
 
 

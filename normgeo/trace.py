@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError, said
 from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm
-from normgeo.models import default_dtype, uncompiled
+from normgeo.models import default_dtype, uncompiled, widened
 from normgeo.wrapping import Wrapped
 
 __all__ = ["Call", "Function", "Trace", "evaluating", "is_leaf", "traced"]
@@ -384,4 +384,4 @@ def _given_instead(model: PreTrainedModel) -> str:
     parts = model.module.named_modules() if isinstance(model, Wrapped) else ()
     inner = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
     beside = f", or give the model within, its .get_submodule({inner!r}), instead" if inner else ""
-    return f"in Python, pass inputs=... that it accepts{beside}"
+    return f"{widened(model)}in Python, pass inputs=... that it accepts{beside}"

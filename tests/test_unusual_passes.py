@@ -17,6 +17,8 @@ from zoo import by_type, tiny
 from normgeo import convert, find_sites, measure_angles, observe, wrap
 from normgeo.angles import ensemble
 from normgeo.angles.measure import new_statistics
+from normgeo.errors import ModelError
+from normgeo.stream import check_pass
 from normgeo.tokens import TokenBatch
 from normgeo.trace import Trace, _hooked
 
@@ -244,3 +246,12 @@ def test_norms_behind_an_attention_that_weighs_by_scores_of_its_own_are_behind_a
     ]
     table = measure_angles(xlnet, IDS, null=64, null_every=1, progress=False)
     assert "(median over 4 sites;" in table.verdict()
+
+
+def test_a_model_that_fails_in_half_precision_is_to_be_tried_in_single():
+    """Loading leaves some of XLNet's weights as wide as they are made, whatever is asked for, and it fails at them."""
+    model = by_type("xlnet")
+    model.transformer.word_embedding.bfloat16()
+    for measured in (find_sites, lambda model: check_pass(model, [], 4)):
+        with pytest.raises(ModelError, match=r"failed on .*; try --dtype float32 \(dtype=\), or "):
+            measured(model)
