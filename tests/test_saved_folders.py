@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from zoo import by_type, perturb, tiny
 
@@ -109,6 +109,14 @@ def test_a_model_that_only_a_user_can_give_inputs_is_compared_on_those(tmp_path,
 def test_directories_can_be_entered_and_files_read_by_others(conversion, templated, tmp_path):
     save(conversion, tmp_path / "out", extras=[templated])
     check_readable(tmp_path / "out")
+
+
+def test_the_embedded_model_is_converted_by_shard_in_the_dtype_that_it_is_loaded_in(tmp_path):
+    """It is stored in float16, and computes in float32."""
+    conversion, _ = runs.convert_checkpoint("embedded-layernorm", tmp_path / "out", by_shard=True)
+    assert conversion.certificate.own_dtype == "float32"
+    assert {value.dtype for value in load_model(tmp_path / "out").parameters()} == {torch.float32}
+    assert {value.dtype for value in load_file(tmp_path / "out/model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("how", ["--in-memory", "--by-shard"])

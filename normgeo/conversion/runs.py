@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from normgeo.cards import EMBEDDED
 from normgeo.conversion.checkpoint import native_class, save
 from normgeo.conversion.checks import check_options
 from normgeo.conversion.convert import Conversion, convert, decompress
@@ -103,8 +104,11 @@ def convert_checkpoint(
         }  # fmt: skip
         _refuse_unused(unused, short)
         announce(f"{name}: shard by shard, certified on a few of its layers")
-        about = _original(name, revision)
-        sharded = convert_sharded(folder, out, outputs=outputs, trust_remote_code=trust_remote_code, about=about)
+        own = torch.float32 if name in EMBEDDED else None  # as `load_model` has it
+        sharded = convert_sharded(
+            folder, out, outputs=outputs, dtype=own, trust_remote_code=trust_remote_code,
+            about=_original(name, revision),
+        )  # fmt: skip
         return sharded, "remote"
     check_numbers(tokens=n_tokens)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

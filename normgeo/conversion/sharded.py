@@ -115,6 +115,7 @@ def convert_sharded(
     out: Path,
     *,
     outputs: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
@@ -124,6 +125,7 @@ def convert_sharded(
         source: a directory with safetensors.
         out: a new directory.
         outputs: what must not change, as for `convert`.
+        dtype: what it is loaded, converted and written in; None is the checkpoint's own.
         trust_remote_code: run the checkpoint's own code.
         about: what conversion.json says besides, as of which model this is a conversion.
 
@@ -141,7 +143,7 @@ def convert_sharded(
         _check_unconverted(source, config)
         deep = empty_model(cls, config)
         shards = Shards(source, deep)
-        dtype = getattr(config, "dtype", None) or shards.dtype  # before anything of the checkpoint is left out
+        dtype = dtype or getattr(config, "dtype", None) or shards.dtype  # before anything of it is left out
     except UNLOADABLE as error:
         raise explained(str(source), error) from error
     _check_names(deep, shards, source)
@@ -156,7 +158,7 @@ def convert_sharded(
     with whole_directory(out) as folder:
         dtypes = {name: value.dtype for short, value in first.state_dict().items() for name in to(short)}
         _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to, dtypes)
-        final = _config(config, conversion.model.config)
+        final = _config(config, conversion.model.config, dtype)
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion, _few_layers(conversion.model, written, to))
         write_config(conversion, final, cls, recipe, folder)
@@ -314,8 +316,9 @@ def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> l
     return [[to.first(name) for name in group] for group in tied(first) if frozenset(group) not in still]
 
 
-def _config(config: PretrainedConfig, converted: PretrainedConfig) -> PretrainedConfig:
+def _config(config: PretrainedConfig, converted: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
     """The configuration that is saved, which ties what the converted one ties: also that of a part for text."""
+    config.dtype = dtype
     for saved, other in ((config, converted), (config.get_text_config(), converted.get_text_config())):
         if hasattr(other, "tie_word_embeddings"):
             saved.tie_word_embeddings = other.tie_word_embeddings
@@ -329,12 +332,10 @@ def _write(
     home: dict[str, str] = {}
     size = 0
     scales = {name: shards.read(name).to(dtypes[name]) for name in set(gauge.scaled.values())}
-    centered = {name for name, _ in (*gauge.writers, *gauge.scaled, *gauge.tables)}
     copies = {name: next(n for n in group if n in shards.home) for group in untied for name in group}
 
     def edited(name: str, value: Tensor) -> Tensor:
-        if name in centered:  # after it was rounded, as where it is loaded and converted in memory
-            value = value.to(dtypes[name])
+        value = value.to(dtypes[name])  # at first, as where it is loaded and converted in memory
         center_writers({name: value} | {k: v.clone() for k, v in scales.items() if k != name}, gauge)
         return value
 
