@@ -172,6 +172,8 @@ import os, sys, time
 from normgeo.system import ranks
 from normgeo.errors import NormGeoError
 ranks.BEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 2.0
+if os.environ.get("APART"):
+    ranks.machine = lambda: "another"
 mine = ranks.Ranks.from_environment()
 with mine.heard():
     if mine.rank:
@@ -186,14 +188,17 @@ with mine.heard():
 """
 
 
-def test_a_killed_process_is_missed_without_a_launcher(tmp_path):
+@pytest.mark.parametrize("apart", ["", "on another machine"])
+def test_a_killed_process_is_missed_without_a_launcher(monkeypatch, apart):
+    monkeypatch.setenv("APART", apart)
     first, second = forked.ranks(SILENT)
     first.until(lambda: first.stdout == "begun\n")
     time.sleep(3)  # longer than one may be silent
     assert first.returncode is None
     second.kill()
     assert first.ended(60).returncode == 1
-    assert first.stderr.startswith("process 1 of the run was not heard of for 2 s; what is committed is safe")
+    known = "was not heard of for 2 s" if apart else "has ended without a word"
+    assert first.stderr.startswith(f"process 1 of the run {known}; what is committed is safe")
 
 
 def test_others_at_the_meeting_place_are_not_waited_for(monkeypatch):

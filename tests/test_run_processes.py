@@ -260,14 +260,15 @@ def test_the_command_by_two_processes(home, whole, tmp_path, monkeypatch):
 def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, whole, tmp_path):
     words = ("angles", home / "gpt2", "--data", home / "ids.npy", "--tokens", N, "--batch", 3, "--null", 8)
     words += ("--null-every", 2, "--sites", "mlp,final", "--device", "cpu", "--out", tmp_path / "run")
-    waits = "from forked import wait_before; from normgeo.angles.state import State\n"
-    waits += "wait_before(State, 'save', lambda state, *given: (state.parts / f'{given[-1]}.safetensors').exists())\n"
-    silent = "from normgeo.system import ranks; ranks.BEAT_SECONDS, ranks.SILENCE_SECONDS = 0.1, 3.0\n"
-    first, second = forked.ranks(silent + waits + COMMAND, *words)
+    waits = "from forked import wait_before; from normgeo.angles.state import State
+"
+    waits += "wait_before(State, 'save', lambda state, *given: (state.parts / f'{given[-1]}.safetensors').exists())
+"
+    first, second = forked.ranks(waits + COMMAND, *words)
     second.until((tmp_path / "run/state/parts/gpt2/1.safetensors").exists)
     second.kill()
     assert first.ended(100).returncode == 1
-    assert "process 1 of the run was not heard of for 3 s; what is committed is safe: give --resume" in first.stderr
+    assert "process 1 of the run has ended without a word; what is committed is safe: give --resume" in first.stderr
     assert not (tmp_path / "run/angles.parquet").exists()
     by_ranks(3, lambda ranks: resume_run(tmp_path / "run", ranks=ranks, progress=False))
     assert_same(whole, tmp_path / "run")

@@ -158,10 +158,10 @@ def test_only_a_writer_that_would_be_seen_here_is_dead(monkeypatch, error, chang
 @pytest.mark.parametrize("told", ["boot_id", "pid"])
 def test_process_numbers_are_those_of_a_boot_and_a_container(monkeypatch, tmp_path, told):
     lock = read_holder(holder("run"))
-    monkeypatch.setattr("normgeo.store.holder.psutil.pid_exists", lambda pid: False)
+    monkeypatch.setattr("normgeo.system.processes.psutil.pid_exists", lambda pid: False)
     assert is_dead(lock)
     (tmp_path / told).touch()
     monkeypatch.setattr(
-        "normgeo.store.holder.Path", lambda path: tmp_path / told if path.endswith(told) else Path(path)
+        "normgeo.system.processes.Path", lambda path: tmp_path / told if path.endswith(told) else Path(path)
     )
     assert not is_dead(lock)

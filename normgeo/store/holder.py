@@ -8,21 +8,14 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
+from normgeo.system.processes import has_ended, machine
 
 __all__ = ["Held", "holder", "is_dead", "read_holder", "still_held", "version_of"]
 
 UNKNOWN = {"run": None, "host": "an unknown host", "pid": "unknown", "machine": None, "shared": True}
 """Who holds a lock that cannot be read."""
-
-
-def machine() -> str:
-    """What tells process numbers apart: the boot of a machine, and the container."""
-    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {container.stat().st_ino}" if boot.exists() else socket.gethostname()
 
 
 def holder(run: str, shared: bool = False, renewed: int = 0) -> bytes:
@@ -39,9 +32,9 @@ def read_holder(content: bytes) -> dict[str, Any]:
         return UNKNOWN
 
 
-def is_dead(found: dict[str, Any]) -> bool:
+def is_dead(found: Mapping[str, Any]) -> bool:
     """Whether a process was here, and is no more."""
-    return found["machine"] == machine() and not psutil.pid_exists(found["pid"])
+    return has_ended(found["machine"], found["pid"])
 
 
 def still_held(where: str, writer: Mapping[str, Any], silent: float, lease: float) -> str:

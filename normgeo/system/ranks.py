@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from normgeo.errors import NormGeoError, first_line
+from normgeo.system.processes import has_ended, machine
 
 __all__ = ["Ranks", "is_first"]
 
@@ -149,7 +150,7 @@ class Ranks:
 
         Raises:
             SystemExit: silently, where it is the first and failed.
-            NormGeoError: another failed, or was not heard of for long.
+            NormGeoError: another failed, has ended, or was not heard of for long.
         """
         heard, at = b"", time.monotonic()
         with self._reached() as store:
@@ -161,10 +162,17 @@ class Ranks:
                     if of == 0:
                         raise SystemExit(1)
                     raise NormGeoError(f"process {of} of the run failed, and says why itself; {SAFE}")
+                if of and self._ended(of) and not store.check([name]):
+                    raise NormGeoError(f"process {of} of the run has ended without a word; {SAFE}")
                 if of and now - at > SILENCE_SECONDS:
                     raise NormGeoError(f"process {of} of the run was not heard of for {now - at:.0f} s; {SAFE}")
                 time.sleep(POLL_SECONDS)
             return store.get(name)
+
+    def _ended(self, of: int) -> bool:
+        """Whether it is known of a process that it is no more: one of this machine."""
+        with self._reached() as store:
+            return store.check([f"at/{of}"]) and has_ended(*json.loads(store.get(f"at/{of}")))
 
     @contextmanager
     def _reached(self) -> Iterator[Store]:
@@ -187,6 +195,8 @@ class Ranks:
             yield
             return
         store, over = self.store, threading.Event()
+        with self._reached():
+            store.set(f"at/{self.rank}", json.dumps([machine(), os.getpid()]))
 
         def beat() -> None:
             with suppress(RuntimeError):  # nobody listens
