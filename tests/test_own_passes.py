@@ -165,3 +165,18 @@ def test_what_is_centered_by_the_model_itself_is_not_compressed():
     parametrize.register_parametrization(model.blocks[0].mix, "bias", LessMean())
     with pytest.raises(ConversionError, match=r"blocks\.0\.norm2 is given what is not of plain parameters alone"):
         convert(wrap(model), to="crmsnorm")
+
+
+class Packed(nn.Linear):
+    """It makes real numbers of its weight in every pass, as libraries that quantize do."""
+
+    def forward(self, x):
+        return x @ self.weight.T.to(x.dtype) / 64
+
+
+def test_weights_that_have_no_gradients_have_no_gauge():
+    module = nn.Sequential(nn.Embedding(48, D), nn.LayerNorm(D), Packed(D, 48))
+    module[2].weight = nn.Parameter(torch.arange(48 * D).reshape(48, D).to(torch.int8), requires_grad=False)
+    assert len(find_sites(wrap(module))) == 1
+    with pytest.raises(ConversionError, match=r"2\.weight is torch\.int8; load it unpacked"):
+        find_gauge(wrap(module))

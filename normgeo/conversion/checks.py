@@ -14,7 +14,9 @@ from normgeo.models import check_model
 from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.trace import is_leaf
 
-__all__ = ["check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted"]
+__all__ = [
+    "check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted", "check_weights"
+]  # fmt: skip
 
 REMEDY = {
     "quantization_config": "its weights are quantized: load it without quantization",
@@ -45,7 +47,7 @@ def check_options(
 
 
 def check_convertible(model: PreTrainedModel, *, by_gradients: bool = True) -> None:
-    """Refuse models whose weights are not plain numbers.
+    """Refuse models that cannot be converted, or not as they are.
 
     Args:
         model: what is to be converted, or decompressed.
@@ -76,6 +78,19 @@ def check_convertible(model: PreTrainedModel, *, by_gradients: bool = True) -> N
         if module_name.endswith("._orig_mod") and is_leaf(module):
             compiled = module_name.removesuffix("._orig_mod")
             raise ConversionError(f"{compiled} is compiled by itself: put its _orig_mod there, and compile the result")
+    check_weights(model)
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse models whose weights are not plain numbers, for they have no gradients.
+
+    Raises:
+        ConversionError: which, and what to do.
+        ModelError: it is no model of transformers.
+    """
+    check_model(model)
+    name = type(model).__name__
+    for module_name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "torch.nn.quantized.", "torchao.")):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ConversionError(f"{name} has no plain weights: {module_name} is a {kind}; convert it before that")

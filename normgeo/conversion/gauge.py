@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from transformers import PreTrainedModel
 
+from normgeo.conversion.checks import check_weights
 from normgeo.conversion.copies import independent
 from normgeo.conversion.gradients import aligned, inverted, match, ratio, reached, vanishes
 from normgeo.conversion.probing import (
@@ -51,7 +52,7 @@ from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, w
 from normgeo.conversion.tables import written_by_tables
 from normgeo.converted import held_by
 from normgeo.errors import ConversionError, ModelError, first_line
-from normgeo.models import check_model, on_cpu
+from normgeo.models import on_cpu
 from normgeo.sites import NormSite, find_sites
 
 __all__ = ["Gauge", "Reader", "Shift", "center", "find_gauge", "ratio"]
@@ -126,6 +127,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
             is not free then; what comes out of it is.
 
     Raises:
+        ConversionError: its weights are no plain numbers, as where they are quantized.
         ModelError: it is no model of transformers; the outputs or their gradients are NaN, or random (two passes
             differ); a copy reads its weights; or gradients are not to be had, under `torch.inference_mode`.
 
@@ -133,7 +135,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     >>> find_gauge(load_model("embedded-layernorm")).writers[0].parameter
     'transformer.wte.weight'
     """
-    check_model(model)
+    check_weights(model)
     if torch.is_inference_mode_enabled():
         raise ModelError("a gauge is found by gradients, which torch.inference_mode forbids: leave it first")
     inputs = reaching_inputs(model) if inputs is None else inputs
@@ -141,8 +143,7 @@ def find_gauge(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     sites = tuple(site for site in found if not site.is_function)
     functions = tuple(site for site in found if site.is_function and site.kind == "layernorm")
     with torch.no_grad(), independent(exact := float64_copy(model).train(training), model):
-        # a GPU adds up in whatever order; what is random differs by far more
-        tolerance = 0.0 if model.device.type == "cpu" else 1e-12
+        tolerance = 0.0 if model.device.type == "cpu" else 1e-12  # a GPU adds up in whatever order
         if not same(outputs_of(exact, inputs), outputs_of(exact, inputs), tolerance):
             mode = "with one seed in training" if training else "also in evaluation"
             others = ", and let no other thread draw random numbers meanwhile" if training else ""
