@@ -381,3 +381,8 @@ def test_what_is_in_the_way_is_named(tmp_path, name):
 def test_what_is_refused_elsewhere_is_not_said_of_a_directory(tmp_path, out, where):
     with pytest.raises(PermissionError, match=where), disk_explained(Path(out.format(tmp_path))):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / where))
+
+
+def test_a_directory_that_is_removed_meanwhile_is_said_to_be_gone(tmp_path):
+    with pytest.raises(RunError, match="out is gone: it was removed"), disk_explained(tmp_path / "out"):
+        (tmp_path / "out/table").touch()

@@ -159,3 +159,15 @@ def test_statistics_that_are_not_those_that_were_committed_are_not_gone_on_with(
         (stopped.parent / "another/state/gpt2.safetensors").rename(file)
     with pytest.raises(RunError, match=r"gpt2\.safetensors is damaged, or was written by another version .*checksum"):
         resume_run(stopped, progress=False)
+
+
+def test_a_directory_that_was_removed_meanwhile_is_not_complete(tmp_path, monkeypatch):
+    """It is made again for what is still to be written, without what was."""
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (4, 16)))
+    tiny("gpt2").save_pretrained(tmp_path / "gpt2")
+    seen = runs.check_seen
+    monkeypatch.setattr(runs, "check_seen", lambda found: (shutil.rmtree(tmp_path / "run", True), seen(found)))
+    config = RunConfig((str(tmp_path / "gpt2"),), data=str(tmp_path / "ids.npy"), tokens=64, null=2, device="cpu")
+    with pytest.raises(RunError, match="run was removed while it was written"):
+        start_run(config, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run/run.json").exists()

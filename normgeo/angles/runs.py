@@ -220,6 +220,8 @@ def _execute(
     if ranks.rank:
         return None
     with disk_explained(out):
+        if not (out / "run.json").is_file():  # written before anything was measured
+            raise RunError(f"{out} was removed while it was written, and what was measured with it; begin again")
         table = AngleTable.concatenated(list(tables.values()))
         write_results(table, out, [record["models"][name] for name in tables])
         if not failed:

@@ -216,6 +216,8 @@ def disk_explained(out: Path | str) -> Iterator[None]:
         if is_full(error):
             safe = f"what was committed is safe: make space and give --resume {out}"
             raise RunError(f"the disk of {out} is full; {safe}") from error
+        if error.errno == errno.ENOENT and not os.path.lexists(out):
+            raise RunError(f"{out} is gone: it was removed while it was written; begin again") from error
         if error.errno not in (*UNWRITABLE, *IN_THE_WAY):
             raise
         if error.filename is not None and not on_the_way(error.filename, out):
