@@ -180,3 +180,25 @@ def test_weights_that_have_no_gradients_have_no_gauge():
     assert len(find_sites(wrap(module))) == 1
     with pytest.raises(ConversionError, match=r"2\.weight is torch\.int8; load it unpacked"):
         find_gauge(wrap(module))
+
+
+class Long(Block):
+    """Of many layers that are as wide as the stream, in each of which rounding may look like a mean that is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(*(nn.Linear(D, D) for _ in range(12)))
+
+
+@pytest.mark.parametrize(("block", "n", "ends"), [(Long, 12, (nn.LayerNorm(D), nn.Linear(D, 48))), (Block, 8, ())])
+def test_backward_passes_are_not_multiplied_by_norms(block, n, ends, monkeypatch):
+    """Where nothing reads the stream but norms none need be asked for alone, and else each place once."""
+    torch.manual_seed(0)
+    model, passes = wrap(nn.Sequential(nn.Embedding(48, D), *(block() for _ in range(n)), *ends)), []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given, **options: passes.append(1) or grad(*given, **options))
+    raw = find_gauge(model, {"input_ids": IDS[:1, :1]}).raw  # of one vector chance shows most
+    assert raw == (
+        {} if ends else {f"module.{i + 1}.norm{j}": ("the model's output",) for i in range(n) for j in (1, 2)}
+    )
+    assert len(passes) < (10 if ends else 12 * n)

@@ -32,12 +32,11 @@ from transformers import PreTrainedModel
 
 from normgeo.conversion.checks import check_weights
 from normgeo.conversion.copies import independent
-from normgeo.conversion.gradients import aligned, inverted, match, ratio, reached, vanishes
+from normgeo.conversion.gradients import inverted, match, ratio, reached, vanishes
 from normgeo.conversion.probing import (
     INVISIBLE,
     HandedOn,
     Place,
-    Use,
     float64_copy,
     generic_copy,
     handed_on,
@@ -48,6 +47,7 @@ from normgeo.conversion.probing import (
     site_inputs,
     tied,
 )
+from normgeo.conversion.raw import raw_readers
 from normgeo.conversion.reaching import beside, reaching_inputs, shows_shifts, without_effect
 from normgeo.conversion.tables import written_by_tables
 from normgeo.converted import held_by
@@ -266,20 +266,8 @@ class _Probe:
             center(self.model.get_parameter(name), axis)
         with self._pass() as (outputs, by_site, handed):
             self._gradients(outputs, handed, [])
-            hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
             moving = {key: mean for key, mean in by_site.items() if mean.requires_grad}
-            # of all means at once first: mostly nothing that is seen is added into any, and no site need be asked
-            # alone; with other signs again, for of many layers' some look like it by chance
-            signs = torch.randint(2, (2, len(moving)), generator=self.generator).mul_(2).sub_(1).tolist()
-            sums = [[mean * sign for mean, sign in zip(moving.values(), row, strict=True)] for row in signs]
-            moved = [self._gradient(means, [use.tensor for use in handed.uses]) for means in sums]
-            shown = [
-                use for use, h, *both in zip(handed.uses, hidden, *moved, strict=True)
-                if use.place.side == "output" and not h and all(reached(m) and float(ratio(m, -1)) > 2 for m in both)
-            ]  # fmt: skip
-            return {
-                key: who for key, mean in moving.items() if (who := self._raw(mean, handed, hidden, outputs, shown))
-            }
+            return raw_readers(moving, handed, outputs, self._gradient, self._noise)
 
     def _noise(self, x: Tensor) -> Tensor:
         return (x * torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)).sum()
@@ -367,33 +355,6 @@ class _Probe:
         wanted = own(scale, 0)
         found = torch.stack([own(*shift) for shift, v in scaled.items() if v == scale]).sum(0)
         return float((found - wanted).norm()) <= 1e-3 * float(wanted.norm())
-
-    def _raw(
-        self, mean: Tensor, handed: HandedOn, hidden: list[bool], outputs: list[Tensor], shown: list[Use]
-    ) -> tuple[str, ...]:
-        """Who else reads the latest tensor of these that is added into a site's input, whose mean is seen."""
-        moved = self._gradient([mean], [use.tensor for use in shown])
-        late = zip(reversed(shown), reversed(moved), strict=True)
-        source = next((use for use, m in late if aligned(m) > 1 - INVISIBLE), None)
-        if source is None:
-            return ()
-        who = [
-            use for use, g, h in zip(handed.uses, handed.gradients, hidden, strict=True)
-            if use.place.side == "input" and use.leaf and reached(g)
-            # (a norm of several vectors side by side reads the mean of each)
-            and not (h and use.tensor.shape[-1] == source.tensor.shape[-1])
-        ]  # fmt: skip
-        names = [use.place.module for use in who if use.storage == source.storage]
-        if not names:  # it reads what the tensor is added to later on
-            late = [(use.place.module, use.tensor) for use in who] + [("the model's output", o) for o in outputs]
-            names = [name for name, tensor in late if self._adds(source.tensor, tensor)]
-        return tuple(dict.fromkeys(names)) or (f"the code around {source.place.module}",)
-
-    def _adds(self, source: Tensor, tensor: Tensor) -> bool:
-        """Whether a tensor has the other added into it: then its mean follows a shift along 1 more than any other."""
-        if source is tensor or not tensor.requires_grad:
-            return False
-        return aligned(self._gradient([self._noise(tensor.mean(-1))], [source])[0]) > 0.5
 
 
 def _differentiable(x: Tensor | GradientEdge) -> bool:
