@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,9 +121,9 @@ class Stream:
         self.were = self._are()
 
     def _are(self) -> tuple[list[Any], ...]:
-        """How many children each module has, which, and their own forwards; without a loop in Python."""
+        """How many children each module has, which, and the own forwards of those inside."""
         children = list(chain.from_iterable(map(dict.values, self.parts)))
-        return list(map(len, self.parts)), children, list(map(dict.get, map(vars, self.inside), repeat("forward")))
+        return list(map(len, self.parts)), children, [m.__dict__.get("forward") for m in self.inside]
 
     @property
     def changed(self) -> bool:
