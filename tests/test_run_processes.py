@@ -260,10 +260,8 @@ def test_the_command_by_two_processes(home, whole, tmp_path, monkeypatch):
 def test_a_killed_process_ends_the_run_and_any_number_finishes_it(home, whole, tmp_path):
     words = ("angles", home / "gpt2", "--data", home / "ids.npy", "--tokens", N, "--batch", 3, "--null", 8)
     words += ("--null-every", 2, "--sites", "mlp,final", "--device", "cpu", "--out", tmp_path / "run")
-    waits = "from forked import wait_before; from normgeo.angles.state import State
-"
-    waits += "wait_before(State, 'save', lambda state, *given: (state.parts / f'{given[-1]}.safetensors').exists())
-"
+    waits = "from forked import wait_before; from normgeo.angles.state import State\n"
+    waits += "wait_before(State, 'save', lambda state, *given: (state.parts / f'{given[-1]}.safetensors').exists())\n"
     first, second = forked.ranks(waits + COMMAND, *words)
     second.until((tmp_path / "run/state/parts/gpt2/1.safetensors").exists)
     second.kill()
