@@ -25,6 +25,7 @@ class Wrapped(PreTrainedModel):
     def __init__(self, config: PretrainedConfig, module: nn.Module, table: str) -> None:
         super().__init__(config)
         self.module, self.training = module, module.training
+        self.name_or_path = type(module).__name__  # what tables call it
         self.__dict__["_table"] = table
 
     def get_input_embeddings(self) -> nn.Module:
@@ -58,8 +59,9 @@ class Wrapped(PreTrainedModel):
 def wrap(module: nn.Module, embeddings: str | None = None, context: int | None = None) -> Wrapped:
     """A module whose forward pass takes token ids as its first argument, as a model of transformers.
 
-    It can be measured, compared, converted and optimized as any; `.module` of what is given back is the module. What
-    `convert` gives is saved by its state dict, for the module's code is the user's; a trainable one is baked first.
+    It can be measured, compared, converted and optimized as any. Tables call it by its class, and `.module` of what is
+    given back is the module. What `convert` gives is saved by its state dict, for the module's code is the user's; a
+    trainable one is baked first.
 
     Args:
         module: the module; it is used as it is, not copied.

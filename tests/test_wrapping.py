@@ -84,7 +84,8 @@ def test_its_angles_are_those_of_its_hidden_states(gpt):
         gpt(torch.from_numpy(IDS))
     handle.remove()
     expected = degrees(seen[0].numpy(), np.ones(D)).mean()
-    frame = measure_angles(wrapped(gpt), IDS, null=0, progress=False, name="mine").frame
+    frame = measure_angles(wrapped(gpt), IDS, null=0, progress=False).frame
+    assert set(frame.model) == {"GPT"}, "a table calls a model by its class, not by what it is wrapped in"
     row = frame[(frame.site == "module.blocks.1.ln_2") & (frame.phase == "pre") & (frame.direction == "uniform")]
     assert float(row.mean_deg.iloc[0]) == pytest.approx(float(expected), abs=1e-4)
     assert frame.role.drop_duplicates().tolist() == ["attention", "mlp", "final"]
