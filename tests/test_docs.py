@@ -3,9 +3,11 @@
 import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -23,6 +25,15 @@ def test_docstring_examples(name):
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
+
+
+def test_shapes_of_arrays_can_be_read():
+    for module in map(importlib.import_module, MODULES):
+        of_its_own = [it for it in vars(module).values() if getattr(it, "__module__", None) == module.__name__]
+        methods = [it for kind in filter(inspect.isclass, of_its_own) for it in vars(kind).values()]
+        for function in filter(inspect.isfunction, of_its_own + methods):
+            if re.search(r"\[(Tensor|np\.ndarray), ", str(function.__annotations__)):
+                get_type_hints(function)
 
 
 @pytest.mark.parametrize("page", ["README.md", "analyses/conversion.md"])

@@ -66,7 +66,7 @@ class ChunkReader:
             self._coming.append(self._pool.submit(fetch).result if self._pool else fetch)
             self._row += 1
 
-    def read(self, n: int) -> Shaped[np.ndarray, ...]:
+    def read(self, n: int) -> Shaped[np.ndarray, "rows ..."]:
         """The next `n` tokens as they are stored: [vectors, d], or [tokens].
 
         Raises:
