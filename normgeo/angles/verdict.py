@@ -19,6 +19,7 @@ __all__ = [
     "LEAST_DIRECTIONS",
     "LEAST_TOKENS",
     "already_centered",
+    "answers",
     "scenario",
     "summary",
     "verdict",
@@ -39,6 +40,15 @@ LEAST_DIRECTIONS = 39
 more than 5%, and none of them could be said to lie outside the central 95%."""
 
 GROUP_LABELS = {"first": "first position of a context", "bos": "BOS elsewhere", "rest": "all other tokens"}
+CLAIMS = {
+    "layernorm": (
+        1, "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes",
+    ),
+    "rmsnorm": (
+        2, "hidden states of an RMSNorm model, trained without mean subtraction, keep a large component along the "
+        "uniform vector",
+    ),
+}  # fmt: skip
 EXPECTED_OUTSIDE = 0.05
 LARGE_ENERGY = 0.05
 
@@ -133,9 +143,8 @@ def _large(uniform: pd.DataFrame) -> pd.Series:
     return _special(uniform) & (uniform.energy_share > LARGE_ENERGY)
 
 
-def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
-    layernorm = kind == "layernorm"
-    number = "1" if layernorm else "2"
+def _answer(model: str, kind: str, s: dict, centered: int) -> str:
+    """Which scenario a kind of norm is tested for, and what came of it, in Markdown."""
     answer = f"**{'holds' if s['holds'] else 'does not hold'}** for {model}."
     if 2 * s["large"] > s["sites"] and not s["holds"]:
         answer = f"**does not hold** for {model}: the component is large, but gamma and beta put it back."
@@ -147,19 +156,19 @@ def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
         )
     if 2 * centered > s["sites"]:
         answer = f"**not answered** for {model}: at {centered} of {s['sites']} sites its inputs were centered."
-    claim = (
-        "hidden states have a large component along the uniform vector before LayerNorm, which LayerNorm removes"
-        if layernorm
-        else "hidden states of an RMSNorm model, trained without mean subtraction, keep a large component along the "
-        "uniform vector"
-    )
+    number, claim = CLAIMS[kind]
+    return f"**Scenario {number}** ({claim}): {answer}"
+
+
+def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
+    layernorm = kind == "layernorm"
     act = "mean subtraction removes" if layernorm else "mean subtraction, had the model had it, would remove"
     null = f" A random direction holds {100 * s['null_energy']:.3f}%." if s["tested"] else ""
     behind = (
         f", and that it is gone behind the norm, as it is at {s['gone']} of these" if layernorm and s["large"] else ""
     )
     lines = [
-        f"**Scenario {number}** ({claim}): {answer}",
+        _answer(model, kind, s, centered),
         "",
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
@@ -201,6 +210,17 @@ def _sinks(sinks: pd.DataFrame, stream: set[str]) -> list[str]:
                 f"| {name} | {_tokens(part):,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
             )
     return lines
+
+
+def answers(frame: pd.DataFrame) -> list[str]:
+    """The verdict in short, in plain text: a sentence for each model and kind of norm on its residual stream."""
+    sentences = []
+    for model, part in frame.groupby("model", sort=False):
+        centered = already_centered(part)
+        for kind, group in on_stream(part).groupby("kind", sort=False):
+            of_kind = int(centered.site.isin(group.site).sum())
+            sentences.append(_answer(str(model), str(kind), scenario(group), of_kind).replace("**", ""))
+    return sentences
 
 
 def verdict(frame: pd.DataFrame, sinks: pd.DataFrame) -> str:

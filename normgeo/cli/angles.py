@@ -138,7 +138,7 @@ def _resumable(where: Path, trust_remote_code: bool) -> AbstractContextManager[N
 
 def _summary(frame: pd.DataFrame, where: Path) -> None:
     from normgeo.angles.report import in_short
-    from normgeo.angles.verdict import already_centered
+    from normgeo.angles.verdict import already_centered, answers
 
     excluded = frame[frame.direction == "uniform"].n_excluded.max()
     if excluded:
@@ -155,6 +155,9 @@ def _summary(frame: pd.DataFrame, where: Path) -> None:
     for row in short.itertuples(index=False):
         shown.add_row(*row)
     console.print(shown)
+    if "step" not in short:
+        for sentence in answers(frame):
+            console.print(sentence, markup=False)
     files = "angles.parquet, figures/" if "step" in short else "report.html, angles.parquet, figures/, verdict.md"
     console.print(f"{where}: {files}, run.json")
 
