@@ -285,7 +285,7 @@ def _check_narrow(exact: PreTrainedModel, inputs: dict[str, Tensor], truth: list
     try:
         outputs = outputs_of(exact, inputs)
     except Exception as error:  # whatever a reshape raises at another width
-        raise ConversionError(f"{hint} ({said(error)})") from error
+        raise ConversionError(f"{hint} ({said(error.__cause__ or error)})") from error  # in its own words
     if not same(truth, outputs, INVISIBLE):
         raise ConversionError(hint)
 
