@@ -143,12 +143,12 @@ def convert_sharded(
         _check_unconverted(source, config)
         deep = empty_model(cls, config)
         shards = Shards(source, deep)
-        dtype = dtype or getattr(config, "dtype", None) or shards.dtype  # before anything of it is left out
+        loaded: torch.dtype = dtype or getattr(config, "dtype", None) or shards.dtype  # before any is left out
     except UNLOADABLE as error:
         raise explained(str(source), error) from error
     _check_names(deep, shards, source)
     shallow, to = shallow_model(cls, config)
-    first = _with_weights(shallow, shards, to, dtype)
+    first = _with_weights(shallow, shards, to, loaded)
     with looking_at(outputs):
         gauge = find_gauge(shallow)
     conversion = convert(first, outputs=outputs, gauge=gauge)
@@ -158,7 +158,7 @@ def convert_sharded(
     with whole_directory(out) as folder:
         dtypes = {name: value.dtype for short, value in first.state_dict().items() for name in to(short)}
         _write(shards, folder, whole, _untied(first, conversion.model, to), conversion, to, dtypes)
-        final = _config(config, conversion.model.config, dtype)
+        final = _config(config, conversion.model.config, loaded)
         written = _check_written(folder, empty_model(cls, final), recipe)
         check_read(conversion, _few_layers(conversion.model, written, to))
         write_config(conversion, final, cls, recipe, folder)
