@@ -59,9 +59,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def widened(model: nn.Module) -> str:
-    """What may help a model with weights in half precision that fails, in words: some have others in single (XLNet)."""
-    half = any(weight.dtype in (torch.float16, torch.bfloat16) for weight in model.parameters())
-    return "try --dtype float32 (dtype=), or " if half else ""
+    """What may help a model that fails, in words, where loading left some weights in single precision (XLNet)."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    return "try --dtype float32 (dtype=), or " if len(dtypes) > 1 else ""
 
 
 class TwinConfig(GPT2Config):

@@ -109,27 +109,34 @@ def watched(path: Path) -> Callable[[Contexts, Callable[[], bool]], Contexts]:
     Raises:
         DataError: from the contexts, once something else was written to it.
     """
-    before = path.stat()
+    first = path.stat()
+    known = {(first.st_mtime_ns, first.st_size)}
 
     def watching(contexts: Contexts, same: Callable[[], bool]) -> Contexts:
-        def check() -> None:
-            nonlocal before
+        def written() -> tuple[int, int]:
+            """When the file was written to at last, and its size."""
             try:
                 now = path.stat()
             except OSError:
-                return
-            unwritten = (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
-            if unwritten or not os.path.samestat(now, before):
-                return
-            if now.st_size != before.st_size or not same():  # in this order: of a shorter file nothing can be asked
-                raise DataError(f"{path} was written to while it was read, and its ids may be others now; start again")
-            before = now
+                now = first
+            if not os.path.samestat(now, first):
+                now = first
+            if (last := (now.st_mtime_ns, now.st_size)) not in known:
+                if now.st_size != first.st_size or not same():  # in this order: of a shorter file nothing can be asked
+                    raise DataError(
+                        f"{path} was written to while it was read, and its ids may be others now; start again"
+                    )
+                known.add(last)
+            return last
 
         def unchanged(start: int = 0) -> Iterator[Context]:
+            last = written()
             for context in contexts(start):
-                check()  # of a copy
+                while (now := written()) != last:  # of a copy, of what may have been there for a moment: once more
+                    last, context = now, next(contexts(start))
                 yield context
-                check()  # beyond its end the system ends whoever looks for more
+                start += len(context[0])
+                written()  # beyond its end the system ends whoever looks for more
 
         return unchanged
 

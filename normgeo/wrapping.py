@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.errors import ModelError
 
-__all__ = ["Wrapped", "wrap"]
+__all__ = ["Wrapped", "called", "wrap"]
 
 
 class Wrapped(PreTrainedModel):
@@ -25,7 +25,6 @@ class Wrapped(PreTrainedModel):
     def __init__(self, config: PretrainedConfig, module: nn.Module, table: str) -> None:
         super().__init__(config)
         self.module, self.training = module, module.training
-        self.name_or_path = type(module).__name__  # what tables call it
         self.__dict__["_table"] = table
 
     def get_input_embeddings(self) -> nn.Module:
@@ -120,3 +119,12 @@ def _read(module: nn.Module, tables: Mapping[str, nn.Embedding]) -> str | None:
             for part, mode in modes.items():
                 part.training = mode
     return next(iter([*found, *tables]), None)
+
+
+def called(model: PreTrainedModel) -> str:
+    """What tables call a model that is given no name: what it was loaded by, or else its class.
+
+    Of a module of one's own that is the module's, as it is before `torch.compile`.
+    """
+    own = model.module if isinstance(model, Wrapped) else model
+    return model.name_or_path or type(getattr(own, "_orig_mod", own)).__name__

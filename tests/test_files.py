@@ -225,7 +225,7 @@ def test_a_lock_that_its_holder_has_just_removed_holds_nothing(tmp_path):
 @pytest.mark.parametrize("below", ["", "new/run"])
 def test_a_link_to_nothing_is_refused_before_the_work(tmp_path, below):
     (tmp_path / "out").symlink_to("elsewhere")
-    with pytest.raises(RunError, match=r"(it|/out) is a link to elsewhere, which is not there; make that first"):
+    with pytest.raises(RunError, match=r"(it|/out) is a link to elsewhere, and nothing is there; make that first"):
         check_folder(tmp_path / "out" / below)
     (tmp_path / "elsewhere").mkdir()
     check_folder(tmp_path / "out" / below)
@@ -381,6 +381,12 @@ def test_what_is_in_the_way_is_named(tmp_path, name):
 def test_what_is_refused_elsewhere_is_not_said_of_a_directory(tmp_path, out, where):
     with pytest.raises(PermissionError, match=where), disk_explained(Path(out.format(tmp_path))):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / where))
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/x", "{}/out"])
+def test_what_is_not_there_elsewhere_is_not_said_of_a_directory(tmp_path, out):
+    with pytest.raises(FileNotFoundError, match="passing"), disk_explained(out.format(tmp_path)):
+        (tmp_path / "passing/file").touch()
 
 
 def test_a_directory_that_is_removed_meanwhile_is_said_to_be_gone(tmp_path):

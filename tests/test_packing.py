@@ -71,6 +71,27 @@ def test_contexts_of_which_some_are_kept_come_as_they_were_from_any_beginning(mo
     assert made == [3, 4, *range(5)] + ([] if most > 5 else [*range(max(1, most), 5), *range(most, 5)])
 
 
+def test_ids_that_were_others_as_they_were_copied_are_copied_again(tmp_path):
+    path, ids = tmp_path / "ids.npy", np.arange(40).reshape(4, 10)
+    np.save(path, ids)
+    os.utime(path, (0, 0))
+    found, late = np.load(path, mmap_mode="r"), []
+
+    def contexts(start=0):
+        for i in range(start // 10, 4):
+            if once := i == 2 and not late:
+                np.save(path, ids + 1)
+                late.append(i)
+            copy = np.array(found[i])
+            if once:
+                np.save(path, ids)
+            yield copy, np.zeros(10, np.int64)
+
+    again = packing.watched(path)(contexts, lambda: bool((found == ids).all()))(10)
+    np.testing.assert_array_equal([context for context, _ in again], ids[1:])
+    assert late == [2]
+
+
 def test_ids_in_a_file_that_is_written_to_are_refused_and_one_of_its_name_does_not_matter(tmp_path):
     """They would be measured under the digest of those that were there. The same ids, written again, are these."""
     data, ids = tmp_path / "ids.npy", np.arange(40).reshape(4, 10)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -158,10 +159,24 @@ def test_only_a_writer_that_would_be_seen_here_is_dead(monkeypatch, error, chang
 @pytest.mark.parametrize("told", ["boot_id", "pid"])
 def test_process_numbers_are_those_of_a_boot_and_a_container(monkeypatch, tmp_path, told):
     lock = read_holder(holder("run"))
-    monkeypatch.setattr("normgeo.system.processes.psutil.pid_exists", lambda pid: False)
+    (ended := subprocess.Popen("true")).wait()
+    lock["pid"] = ended.pid
     assert is_dead(lock)
     (tmp_path / told).touch()
     monkeypatch.setattr(
         "normgeo.system.processes.Path", lambda path: tmp_path / told if path.endswith(told) else Path(path)
     )
+    assert not is_dead(lock)
+
+
+def test_a_process_that_proc_does_not_show_lives(monkeypatch, tmp_path):
+    """What is mounted there may be of other numbers, or hide the processes of other users."""
+    lock = read_holder(holder("run")) | {"pid": os.getppid()}
+    with monkeypatch.context() as patch:
+        patch.setattr("psutil.pid_exists", lambda pid: False)
+        assert not is_dead(lock)
+    (tmp_path / "self").symlink_to("1")
+    shown = {"/proc/self": tmp_path / "self"}
+    monkeypatch.setattr("normgeo.system.processes.Path", lambda path: shown.get(path, Path(path)))
+    monkeypatch.setattr("psutil.Process.status", lambda process: "zombie")
     assert not is_dead(lock)

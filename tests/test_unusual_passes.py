@@ -255,3 +255,5 @@ def test_a_model_that_fails_in_half_precision_is_to_be_tried_in_single():
     for measured in (find_sites, lambda model: check_pass(model, [], 4)):
         with pytest.raises(ModelError, match=r"failed on .*; try --dtype float32 \(dtype=\), or "):
             measured(model)
+    with pytest.raises(ModelError, match=r"failed on .*; give a model of text"):
+        check_pass(model.bfloat16(), [], 10**9)  # all alike: it is no dtype that it fails for

@@ -5,7 +5,7 @@ import pytest
 from torch import nn
 
 from normgeo import AngleTable, measure_angles, wrap
-from normgeo.angles.verdict import scenario, summary, verdict
+from normgeo.angles.verdict import answers, scenario, summary, verdict
 from normgeo.errors import DataError
 from normgeo.rows import on_stream
 
@@ -200,3 +200,9 @@ def test_a_summary_is_of_before_and_after_the_norm(frame):
         "energy_share": 0.143, "null_percentile": 26.25,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_answer_in_short_has_no_marks_but_those_of_a_name(frame):
+    (answer,) = answers(frame.assign(model="a**b{}"))
+    assert answer.startswith("Scenario 1 (")
+    assert answer.endswith(": does not hold for a**b{}.")

@@ -14,6 +14,7 @@ from torch.nn import functional
 from normgeo import compare, convert, find_sites, measure_angles, optimize, wrap
 from normgeo.converted import rebuild
 from normgeo.errors import ConversionError, ModelError, NormGeoError
+from normgeo.wrapping import called
 
 D, VOCABULARY = 32, 96
 
@@ -86,6 +87,8 @@ def test_its_angles_are_those_of_its_hidden_states(gpt):
     expected = degrees(seen[0].numpy(), np.ones(D)).mean()
     frame = measure_angles(wrapped(gpt), IDS, null=0, progress=False).frame
     assert set(frame.model) == {"GPT"}, "a table calls a model by its class, not by what it is wrapped in"
+    assert called(wrap(torch.compile(gpt), "_orig_mod.tokens", context=64)) == "GPT"
+    assert wrapped(gpt).name_or_path == ""  # others take it for a path or for a name on the hub
     row = frame[(frame.site == "module.blocks.1.ln_2") & (frame.phase == "pre") & (frame.direction == "uniform")]
     assert float(row.mean_deg.iloc[0]) == pytest.approx(float(expected), abs=1e-4)
     assert frame.role.drop_duplicates().tolist() == ["attention", "mlp", "final"]

@@ -25,6 +25,7 @@ from normgeo.stream import check_context, check_pass, check_sites, stream
 from normgeo.system.files import check_folder, read_table, unwritable, write_whole
 from normgeo.system.progress import progress_bar
 from normgeo.tokens import TokenBatch, TokenStream, load_tokens
+from normgeo.wrapping import called
 
 __all__ = ["AngleTable", "check_seen", "directions_of", "measure_angles", "new_statistics"]
 
@@ -375,4 +376,4 @@ def measure_angles(
         for done in stream(model, chosen, batches, [statistics]):
             advance(done.n_tokens)
             on_batch(done)
-    return AngleTable.from_statistics(statistics, name or model.name_or_path or type(model).__name__)
+    return AngleTable.from_statistics(statistics, name or called(model))

@@ -219,7 +219,8 @@ def answers(frame: pd.DataFrame) -> list[str]:
         centered = already_centered(part)
         for kind, group in on_stream(part).groupby("kind", sort=False):
             of_kind = int(centered.site.isin(group.site).sum())
-            sentences.append(_answer(str(model), str(kind), scenario(group), of_kind).replace("**", ""))
+            answer = _answer("{}", str(kind), scenario(group), of_kind)
+            sentences.append(answer.replace("**", "").format(model))  # whose name may have marks in it
     return sentences
 
 

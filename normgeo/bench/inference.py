@@ -48,6 +48,7 @@ from normgeo.system.timing import (
     interleaved,
     quartiles,
 )
+from normgeo.wrapping import called
 
 __all__ = ["COMPILED", "MODES", "PHASES", "bench_inference", "check_compiler", "check_names", "summary"]
 
@@ -126,7 +127,7 @@ def bench_inference(
 
     Args:
         model: in float32, on the device to measure; it is not changed. See `inference_models.build`.
-        name: what to call it; None is `model.name_or_path` or its class.
+        name: what to call it; None is what it was loaded by, or its class.
         variants: of `VARIANTS`; None is all that can be made of the model. `original` is always among them.
         dtypes: of `DTYPES`.
         batches: sequences or images at once.
@@ -160,7 +161,7 @@ def bench_inference(
     sites = main_sites(model)
     wanted = list(dict.fromkeys(["original", *(variants or available(model, sites))]))
     check_variants(model, sites, wanted)
-    name = name or model.name_or_path or type(model).__name__
+    name = name or called(model)
     is_text, undecoded = "input_ids" in example_inputs(model), _undecoded(model) if "decode" in phases else ""
     lengths = lengths if is_text else (0,)
     for batch, length, phase in itertools.product(batches, lengths, phases):

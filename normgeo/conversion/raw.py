@@ -12,6 +12,9 @@ from normgeo.conversion.probing import INVISIBLE, HandedOn, Use
 
 __all__ = ["raw_readers"]
 
+ROUNDING = 1e-12
+"""Gradients below this share of the largest are rounding, in float64."""
+
 Gradient: TypeAlias = Callable[[list[Tensor], Sequence[Tensor]], list[Tensor | None]]
 """The gradient of a sum of what is given first, with respect to each of what is given then."""
 
@@ -32,7 +35,7 @@ def raw_readers(
     hidden = [vanishes(g) for g in handed.gradients]  # the same for every site
     # of all means at once first: mostly what is seen moves none, but by rounding, and no site need be asked alone
     moved = gradient(list(means.values()), [use.tensor for use in handed.uses])
-    rounding = INVISIBLE * max((float(m.norm()) for m in moved if m is not None), default=0.0)
+    rounding = ROUNDING * max((float(m.norm()) for m in moved if m is not None), default=0.0)
     shown = [
         use for use, h, m in zip(handed.uses, hidden, moved, strict=True)
         if use.place.side == "output" and not h and m is not None and float(m.norm()) > rounding

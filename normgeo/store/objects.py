@@ -60,7 +60,8 @@ def storage_at(address: str | Path | Storage) -> Storage:
     if isinstance(address, Storage):
         return address
     text = str(address)
-    if re.match(r"\w\w+:/[^/]", text) and not Path(text.split("/")[0]).is_dir():
+    scheme = re.match(r"(\w\w+):/[^/]", text)
+    if scheme and (scheme[1] in SCHEMES or not Path(text.split("/")[0]).is_dir()):
         raise StoreError(f"{text} has lost a slash, as URLs do that become a Path; give it as a string, with ://")
     if "://" not in text:
         return Disk(Path(text))

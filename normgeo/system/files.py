@@ -70,7 +70,7 @@ def check_folder(out: Path, option: str | None = "--out") -> None:
         there = next(path for path in (out, *out.parents) if os.path.lexists(path))
         if not there.exists():
             link = f"{'it' if there == out else there} is a link to {there.readlink()}"
-            raise RunError(f"cannot write to {out}: {link}, which is not there; make that first")
+            raise RunError(f"cannot write to {out}: {link}, and nothing is there; make that first")
         if not there.is_dir():
             raise RunError(f"cannot write to {out}: {there} is no directory; give another {option or 'directory'}")
         _try(there)
@@ -216,12 +216,13 @@ def disk_explained(out: Path | str) -> Iterator[None]:
         if is_full(error):
             safe = f"what was committed is safe: make space and give --resume {out}"
             raise RunError(f"the disk of {out} is full; {safe}") from error
-        if error.errno == errno.ENOENT and not os.path.lexists(out):
-            raise RunError(f"{out} is gone: it was removed while it was written; begin again") from error
-        if error.errno not in (*UNWRITABLE, *IN_THE_WAY):
+        gone = error.errno == errno.ENOENT and "://" not in str(out) and not os.path.lexists(out)
+        if not gone and error.errno not in (*UNWRITABLE, *IN_THE_WAY):
             raise
         if error.filename is not None and not on_the_way(error.filename, out):
             raise  # of another place
+        if gone:
+            raise RunError(f"{out} is gone: it was removed while it was written; begin again") from error
         if error.errno in IN_THE_WAY:
             there = error.filename2 or error.filename
             raise RunError(f"{there} is in the way ({error.strerror}); move it and give --resume {out}") from error

@@ -155,14 +155,14 @@ class Ranks:
         heard, at = b"", time.monotonic()
         with self._reached() as store:
             while not store.check([name]):
-                now, beat = time.monotonic(), f"alive/{of}"
+                now, beat, ended = time.monotonic(), f"alive/{of}", of and self._ended(of)
                 if store.check([beat]) and (last := store.get(beat)) != heard:
                     heard, at = last, now
                 if heard == FAILED and not store.check([name]):
                     if of == 0:
                         raise SystemExit(1)
                     raise NormGeoError(f"process {of} of the run failed, and says why itself; {SAFE}")
-                if of and self._ended(of) and not store.check([name]):
+                if ended and not store.check([name]):
                     raise NormGeoError(f"process {of} of the run has ended without a word; {SAFE}")
                 if of and now - at > SILENCE_SECONDS:
                     raise NormGeoError(f"process {of} of the run was not heard of for {now - at:.0f} s; {SAFE}")
