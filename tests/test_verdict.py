@@ -74,7 +74,7 @@ def test_scenario_1_asks_that_the_component_is_gone_behind_the_norm(frame, kind,
     assert (found["large"], found["gone"], found["holds"]) == (4, 2, holds)
     said = verdict(frame.assign(kind=kind), pd.DataFrame())
     assert ("does not hold** for m: the component is large, but gamma and beta put it back." in said) is not holds
-    assert "gamma and beta included, 5.000% lies along the uniform vector" in said
+    assert "with the gamma and beta that it has, 5.000% lies along the uniform vector" in said
     assert ("as it is at 2 of these" in said) is not holds
     assert f"**Scenario {1 if kind == 'layernorm' else 2}** (" in said
     assert "left out" not in said  # no vector was
@@ -86,12 +86,12 @@ def test_norms_that_read_no_residual_stream_answer_no_scenario(frame, role):
     uniform, aside = frame.direction == "uniform", frame.site.isin(["s1", "s2", "s3"])
     frame.loc[uniform, "energy_percentile"] = 99.0
     frame.loc[aside, "role"] = role
-    sinks = frame[uniform].assign(tokens="rest", mean_norm=1.0)
+    sinks = frame[uniform].assign(tokens="rest", mean_norm=23970.5)
     assert not scenario(frame)["holds"]
     said = verdict(frame, sinks)
     assert f"Norms that read no residual stream ({role}) are left out of what follows." in said
     assert "Scenario 1" in said and "**holds** for m." in said and "median over 1 sites; 60.00° to 60.00°" in said  # noqa: PT018
-    assert "| all other tokens | 100 | 60.00° | 1 |" in said
+    assert "| all other tokens | 100 | 60.00° | 23,970 |" in said
     assert "left out of what follows" not in verdict(frame.assign(role=role), sinks)  # there are no others
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from normgeo.angles.measure import AngleTable
-from normgeo.angles.verdict import summary
+from normgeo.angles.verdict import length, summary
 from normgeo.figures import ROLE_LABELS
 
 __all__ = ["in_short", "page"]
@@ -92,7 +92,7 @@ def _sites(table: AngleTable) -> pd.DataFrame:
         "before": _spread(rows.mean_deg, rows.std_deg), "after": _spread(post.mean_deg, post.std_deg),
         "energy along 1": _known(100 * rows.energy_share, "{:.3f}%"),
         "null percentile": _known(rows.null_percentile, "{:.0f}"),
-        "z": _known(rows.null_z, "{:.2f}"), "mean norm": rows.mean_norm.map("{:.4g}".format),
+        "z": _known(rows.null_z, "{:.2f}"), "mean norm": rows.mean_norm.map(length),
         "rotation": turned.map("{:.2f}°".format),
     }, index=rows.index)  # fmt: skip
     return found.reset_index()

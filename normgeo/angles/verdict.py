@@ -20,6 +20,7 @@ __all__ = [
     "LEAST_TOKENS",
     "already_centered",
     "answers",
+    "length",
     "scenario",
     "summary",
     "verdict",
@@ -56,6 +57,11 @@ LARGE_ENERGY = 0.05
 def _literal(name: str) -> str:
     """A name as Markdown that shows it: else `__a__` would be a bold a, and `![a](b)` a picture that is fetched."""
     return re.sub(r"[\\`*\[\]<&~#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", name)
+
+
+def length(norm: float) -> str:
+    """A norm as tables show it: 1,234 and 23,970 are read beside 150.9, 2.397e+04 is not."""
+    return f"{norm:,.0f}" if 1e3 <= norm < 1e9 else f"{norm:.4g}"
 
 
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
@@ -173,8 +179,8 @@ def _paragraphs(model: str, kind: str, s: dict, centered: int) -> list[str]:
         f"- Angle to the uniform vector before the norm: {s['mean_deg']:.2f}° (median over {s['sites']} sites; "
         f"{s['least_deg']:.2f}° to {s['most_deg']:.2f}°); after it, {s['post_deg']:.2f}°.",
         f"- Energy: {act} {100 * s['energy']:.3f}% of the squared norm at the median site, at most "
-        f"{100 * s['top_energy']:.3f}% ({_literal(s['top_site'])}).{null} Of the norm's output, gamma and beta "
-        f"included, {100 * s['post_energy']:.3f}% lies along the uniform vector.",
+        f"{100 * s['top_energy']:.3f}% ({_literal(s['top_site'])}).{null} Of the norm's output, with the gamma "
+        f"and beta that it has, {100 * s['post_energy']:.3f}% lies along the uniform vector.",
     ]
     if s["tested"]:
         lines += [
@@ -206,9 +212,8 @@ def _sinks(sinks: pd.DataFrame, stream: set[str]) -> list[str]:
     for group, name in GROUP_LABELS.items():
         part = keep[keep.tokens == group]
         if len(part):
-            lines.append(
-                f"| {name} | {_tokens(part):,} | {part.mean_deg.median():.2f}° | {part.mean_norm.median():.4g} |"
-            )
+            norm = length(part.mean_norm.median())
+            lines.append(f"| {name} | {_tokens(part):,} | {part.mean_deg.median():.2f}° | {norm} |")
     return lines
 
 
