@@ -346,7 +346,7 @@ def rotation(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """The angle between a site's input and its standardized output: how far mean subtraction turns a vector."""
     rows = to_uniform(frame, "standardized")
     looks = styles(rows)
-    figure, panels = _by_layer(rows, "Rotation by standardization", "angle x to y (degrees)", False)
+    figure, panels = _by_layer(rows, "Rotation from input to standardized output", "angle (degrees)", False)
     for axes, _, part in panels:
         _role_lines(axes, part, looks, "rotation_deg")
         axes.yaxis.set_major_locator(_Degrees(0.01))

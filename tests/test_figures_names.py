@@ -34,6 +34,12 @@ def test_norms_of_one_role_and_name_in_a_layer_are_told_apart(frame, kind):
     assert titles == ["pre-MLP\nff1.norm", "pre-MLP\nff2.norm"]
 
 
+def test_a_rotation_says_from_what_to_what(frame):
+    figure = AngleTable(frame).plot("rotation")
+    assert figure.get_suptitle() == "Rotation from input to standardized output"
+    assert figure.axes[0].get_ylabel() == "angle (degrees)"  # not of x to y, which the paper calls them
+
+
 @pytest.mark.parametrize("kind", ["energy", "rotation"])
 def test_lists_of_layers_in_one_module_are_told_apart(frame, kind):
     rows = frame[frame.role == "mlp"]
