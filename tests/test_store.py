@@ -309,8 +309,11 @@ def test_reading(store):
     y = torch.nn.functional.layer_norm(x.double(), (32,), eps=site.eps)
     for phase, expected in (("standardized", y), ("post", y * (norm.gain.double() + norm.offset) + norm.bias.double())):
         torch.testing.assert_close(found.derived(site.key, phase, x).double(), expected, rtol=0.02, atol=1e-3)
-    with pytest.raises(StoreError, match="no site 'ln' in the store; sites are "):
-        found.derived("ln", "post", states.torch(0, 3))
+    said = f"no site 'model.{site.key}' in the store; of its 5 sites the nearest are {site.key}, "
+    for ask in (found.open, lambda key: found.derived(key, "post", states.torch(0, 3))):
+        with pytest.raises(StoreError, match=said) as error:
+            ask(f"model.{site.key}")
+        assert str(error.value).count(",") == 2  # not all of them
     for wrong in (torch.ones(3, 31), states.torch(0, 3).double()):
         said = rf"inputs of .* are a Tensor \(vectors, 32\) in torch.* received a Tensor \(3, {wrong.shape[1]}\) in"
         with pytest.raises(StoreError, match=said):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,6 +177,12 @@ def _opened(path: str, before: str, rows: int) -> HiddenStateStore:
     return store
 
 
+def _no_site(site: str, keys: Iterable[str]) -> str:
+    """That there is no such site, and which are called most alike: of a large model all are too many to read."""
+    near = difflib.get_close_matches(str(site), keys := [*keys], 3, 0)
+    return f"no site {site!r} in the store; of its {len(keys)} sites the nearest are {', '.join(near)}"
+
+
 def _block(path: str, before: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
     """The numbers of a row of chunks."""
     return HiddenStates(_opened(path, before, rows), spec).chunk(row)
@@ -268,10 +275,12 @@ class HiddenStateStore:
         name = f"sites/{site}/{phase}"
         if found := [spec for spec in self.layout.arrays if spec.name == name]:
             return found[0]
-        phases, keys = sorted({s.phase for s in self.layout.arrays if s.site >= 0}), [s.key for s in self.sites]
-        if site in keys and phase in ("standardized", "post") and "pre" in phases:
+        if site not in (keys := [s.key for s in self.sites]):
+            raise StoreError(_no_site(site, keys))
+        phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
+        if phase in ("standardized", "post") and "pre" in phases:
             raise StoreError(f"{name} is not stored; it follows from inputs: derived(site, {phase!r}, inputs)")
-        raise StoreError(f"{name} is not stored; sites are {', '.join(keys)}, phases {', '.join(phases)}")
+        raise StoreError(f"{name} is not stored; phases are {', '.join(phases)}")
 
     def reader(self, spec: ArraySpec, row: int = 0, pool: Executor | None = None) -> ChunkReader:
         """What reads an array from the beginning of a row on."""
@@ -327,7 +336,7 @@ class HiddenStateStore:
         if phase not in ("standardized", "post"):
             raise StoreError(f"standardized and post vectors follow from inputs, received {phase!r}")
         if site not in (norms := {norm.key: norm for norm in self.sites}):
-            raise StoreError(f"no site {site!r} in the store; sites are {', '.join(norms)}")
+            raise StoreError(_no_site(site, norms))
         norm, own = norms[site], next(s.dtype for s in self.layout.arrays if s.name.startswith(f"sites/{site}/"))
         if pre.shape[1:] != (norm.d,) or str(pre.dtype) != f"torch.{own}":  # of others a norm gives other outputs
             said = f"{type(pre).__name__} {tuple(pre.shape)} in {pre.dtype}"
