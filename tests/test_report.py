@@ -72,6 +72,9 @@ def test_a_page_has_the_verdict_the_summary_and_what_was_measured(run):
     assert len(re.findall(r"<dt>weights_sha256</dt><dd>[0-9a-f]{64}</dd>", text)) == 2
     assert "<dt>n_tokens</dt><dd>3,000</dd>" in text
     assert "<dt>sites</dt>" not in text
+    assert "Null percentile: the place of the mean angle before the norm among those of random directions" in plain
+    on_paper = text.partition("@media print {")[2]  # where no table may be cut off
+    assert "size: landscape" in on_paper and "white-space: normal" in on_paper  # noqa: PT018
 
 
 def test_names_are_text_in_a_page(tiny, ids, tmp_path):

@@ -24,6 +24,10 @@ CAPTIONS = {
     "norms": "The residual stream's growth (<i>Geometry</i> eq. 17).",
     "rotation": "The angle between what enters a norm and what it makes of it, before gamma and beta.",
 }
+IN_SHORT = (
+    "Means over sites of mean ± standard deviation over tokens. Null percentile: the place of the mean angle before "
+    "the norm among those of random directions, 50 in their middle, 0 below and 100 above them all (median over sites)."
+)
 LEFT_OUT = ("config", "sites", "marks")  # long, and in run.json
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
@@ -32,9 +36,15 @@ figure { margin: 1.5rem 0 } figure img { width: 100% } figcaption, small { color
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
 th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid #ddd; white-space: nowrap }
 th { border-bottom-color: #888 } td:first-child, th:first-child { text-align: left }
+.wide td:nth-child(-n + 3), .wide th:nth-child(-n + 3) { text-align: left }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: 13px }
 dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere } summary { cursor: pointer }
+@media print {
+@page { size: landscape } table { font-size: 10px } tr { break-inside: avoid }
+.wide td:nth-child(-n + 2) { white-space: normal; overflow-wrap: anywhere }
+}
 """
+"""On paper nothing can be scrolled to: there wide tables are smaller, and long names are broken."""
 
 
 def page(table: AngleTable, verdict: str, drawn: Path, about: Iterable[Mapping[str, Any]]) -> str:
@@ -56,7 +66,7 @@ def page(table: AngleTable, verdict: str, drawn: Path, about: Iterable[Mapping[s
         "<h1>Is mean subtraction doing anything?</h1>",
         "<p>Angles between the hidden states and the uniform vector, before and after every norm, by normgeo.</p>",
         said,
-        "<h2>In short</h2><p><small>Means over sites of mean ± standard deviation over tokens.</small></p>",
+        f"<h2>In short</h2><p><small>{IN_SHORT}</small></p>",
         _table(in_short(table.frame)),
         "<h2>Figures</h2>", *(_figure(path) for path in sorted(drawn.glob("*.svg"))),
         "<h2>Every norm</h2><details><summary>Before and after each of them</summary>", _table(_sites(table)),
