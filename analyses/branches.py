@@ -118,7 +118,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """Sizes, energies along the uniform vector and directions along the depth, a column per model or stack."""
     stacks = _source.stacks(frame)
     quantities = {
-        "relative_norm": "norm / the stream's", "energy_share": "energy along the uniform vector",
+        "relative_norm": "norm / the stream's", "energy_share": "share of energy along 1",
         "cosine": "cosine with the stream",
     }  # fmt: skip
     figure, grid = _axes.grid(list(quantities.values()), list(stacks))
@@ -130,12 +130,14 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
                     here.layer, here[quantity], f"{'os^Dv'[k]}-", color=figures.PALETTE[k], markersize=3, linewidth=1,
                     label=label if len(here) else "_",
                 )  # fmt: skip
+            if quantity == "cosine":
+                axes.axhline(0, color="0.4", linewidth=0.6)
+            else:
+                axes.set_yscale("log")
             if quantity == "energy_share":
                 axes.axhline(1 / part.d.iloc[0], color="0.4", linewidth=0.8, linestyle="--", label="1/d")
-            if quantity != "cosine":
-                axes.set_yscale("log")
-            else:
-                axes.axhline(0, color="0.4", linewidth=0.6)
+                axes.yaxis.set_major_formatter(figures.Percent())  # between powers of ten is most of it
+                axes.yaxis.set_minor_formatter(figures.Percent())
     figures.legend(figure)
     figure.suptitle("What branches add to the residual stream (means over tokens)", fontsize=9)
     return figure

@@ -14,15 +14,16 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import AutoLocator, FuncFormatter, LogFormatter, MaxNLocator
+from matplotlib.ticker import AutoLocator, LogFormatter, MaxNLocator
 
 from normgeo.errors import DataError
 from normgeo.rows import SINGLE, check_one_step, on_stream, short_names, stack_names, to_uniform
 from normgeo.system.files import write_whole
 
 __all__ = [
-    "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "draw", "legend", "mean_angles",
-    "narrowest", "plain", "right_angle", "role_words", "save", "series", "styled", "styles", "titled", "wrapped",
+    "COLORS", "KINDS", "LABELS", "PALETTE", "PHASE_LABELS", "ROLE_LABELS", "WIDTH", "Percent", "draw", "legend",
+    "mean_angles", "narrowest", "plain", "right_angle", "role_words", "save", "series", "styled", "styles", "titled",
+    "wrapped",
 ]  # fmt: skip
 
 WIDTH = 6.75
@@ -284,14 +285,12 @@ def _role_lines(
             axes.plot(rows.layer, rows[other], markersize=2, markevery=every, linestyle="--", **looks[label])
 
 
-PERCENT = FuncFormatter(lambda value, _: f"{100 * value:g}%")
-
-
-class _SomePercent(LogFormatter):
-    """Shares between powers of ten, as many as have room."""
+class Percent(LogFormatter):
+    """Shares along a logarithmic axis: powers of ten, and as many between them as have room."""
 
     def __call__(self, value: float, pos: int | None = None) -> str:
-        return PERCENT(value) if super().__call__(value, pos) else ""
+        """A share, as 0.02%; of those without room nothing."""
+        return f"{100 * value:g}%" if super().__call__(value, pos) else ""
 
 
 @styled
@@ -316,8 +315,8 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
             for column, what, line in (("energy_share", "mean", "-"), ("energy_q95", "95th percentile", ":")):
                 axes.plot(of.layer, of[column], mark + line, color=grey, linewidth=1, label=f"{label}: {what}")
         _role_lines(axes, part[part.direction == "uniform"], looks, "energy_share")
-        axes.yaxis.set_major_formatter(PERCENT)
-        axes.yaxis.set_minor_formatter(_SomePercent())
+        axes.yaxis.set_major_formatter(Percent())
+        axes.yaxis.set_minor_formatter(Percent())
     legend(figure)
     return figure
 

@@ -110,3 +110,5 @@ def test_a_figure_has_what_the_table_has(ids):
     here = frame[(frame.model == frame.model.iloc[0]) & (frame.role == "mlp")]
     np.testing.assert_allclose(lines["MLP"].get_ydata(), here.relative_norm)
     assert "attention and MLP" in {line.get_label() for line in axes[1].lines}
+    energy = next(panel for panel in axes if panel.get_ylabel() == "share of energy along 1")
+    assert energy.yaxis.get_major_formatter()(0.001) == "0.1%"  # as in the figure of what mean subtraction removes
