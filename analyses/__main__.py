@@ -15,6 +15,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,13 @@ def shown(frame: pd.DataFrame, rows: int = 12) -> str:
     said = ", ".join(f"{c} {_number(frame[c].iloc[0])}" for c in same if not frame[c].isna().all())
     head = textwrap.fill(f"In all rows: {said}", width) + "\n" if said else ""
     table = (frame.drop(columns=same) if len(same) < frame.shape[1] else frame).head(rows)
-    return head + table.to_string(index=False, line_width=width, float_format="{:.4g}".format)
+    whole = dict.fromkeys(table.select_dtypes("integer").dropna(axis="columns"), _number)
+    return head + table.to_string(index=False, line_width=width, float_format=_number, formatters=whole)
 
 
 def _number(value: object) -> str:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -130,8 +130,8 @@ def test_no_column_of_a_table_is_left_out(run, monkeypatch):
     assert all(column in text for column in frame if frame[column].notna().any())
     assert "d 192" in text.partition("model")[0]
     assert "In all rows" not in shown(frame.head(1))
-    alike = shown(pd.DataFrame({"a": [np.nan] * 2, "b": [1, 1]}))
-    assert [line.split() for line in alike.splitlines()][1:] == [["a", "b"], ["NaN", "1"], ["NaN", "1"]]
+    alike = shown(pd.DataFrame({"a": [np.nan] * 2, "b": [8117789] * 2}))
+    assert [line.split() for line in alike.splitlines()][1:] == [["a", "b"], ["NaN", "8,117,789"], ["NaN", "8,117,789"]]
 
 
 def test_help_is_about_the_analysis(capsys, monkeypatch):
