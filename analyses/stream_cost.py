@@ -10,13 +10,7 @@ import pandas as pd
 
 from analyses import _axes, _source
 from normgeo import figures
-from normgeo.bench.stream import bench_stream
-
-LABELS = {
-    "base": "base model", "full": "causal LM with logits", "output_hidden_states": "output_hidden_states",
-    "cosine_hooks": "a cosine with 1 in each hook", "clone_hooks": "cloning everything to memory",
-    "statistics": "normgeo, 3 directions", "statistics_null": "normgeo, with the null ensemble",
-}  # fmt: skip
+from normgeo.bench.stream import VARIANTS, bench_stream
 
 
 def compute(
@@ -51,7 +45,7 @@ def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     axes = figure.subplots()
     bars = [figures.PALETTE[1] if name.startswith("statistics") else figures.PALETTE[0] for name in frame.variant]
     axes.barh(
-        [LABELS[name] for name in frame.variant], frame.ratio, color=bars, height=0.7,
+        [VARIANTS[name] for name in frame.variant], frame.ratio, color=bars, height=0.7,
         xerr=_axes.quartiles(frame, "ratio"), error_kw={"elinewidth": 0.8, "capsize": 1.5},
     )  # fmt: skip
     for row, (ratio, edge) in enumerate(zip(frame.ratio, frame.ratio_q75, strict=True)):

@@ -14,7 +14,7 @@ from normgeo.bench import inference_models
 from normgeo.bench import norms as norm_bench
 from normgeo.bench.inference import bench_inference, check_compiler
 from normgeo.bench.norms import NORMS, bench_norms
-from normgeo.bench.stream import bench_stream
+from normgeo.bench.stream import VARIANTS, bench_stream
 from normgeo.errors import DataError, ModelError
 from normgeo.models import memory_explained, usable_device
 from normgeo.tokens import TokenStream
@@ -110,6 +110,13 @@ def test_a_stream_of_a_short_text_is_said_to_be_of_its_tokens(normgeo):
     status, out, _ = normgeo("bench", "stream", "--data", "short.txt", "--context", 64, "--rounds", 1)
     assert status == 0
     assert out.startswith("embedded-layernorm, 1 x 4 tokens, float32, rounds: 1")
+    assert all(f" {words} " in out for words in VARIANTS.values())
+
+
+def test_help_names_what_can_be_chosen(normgeo):
+    status, out, _ = normgeo("bench", "inference", "--help")
+    told = re.findall(r"[\w-]+", out.partition("--variants")[2])
+    assert (status, {*inference_models.VARIANTS} - {*told}) == (0, set())
 
 
 @pytest.mark.parametrize("words", [("stream",), ("train", "--sizes", "tiny")], ids=" ".join)

@@ -26,10 +26,12 @@ from normgeo.tokens import TokenBatch, TokenStream
 
 __all__ = ["VARIANTS", "bench_stream"]
 
-VARIANTS = (
-    "base", "full", "output_hidden_states", "cosine_hooks", "clone_hooks", "statistics", "statistics_null",
-)  # fmt: skip
-"""The base model alone; the causal LM with logits; three common ways to look at hidden states; and this package's."""
+VARIANTS = {
+    "base": "base model", "full": "causal LM with logits", "output_hidden_states": "output_hidden_states",
+    "cosine_hooks": "a cosine with 1 in each hook", "clone_hooks": "cloning everything to memory",
+    "statistics": "normgeo, 3 directions", "statistics_null": "normgeo, with the null ensemble",
+}  # fmt: skip
+"""What is compared, in words: besides the model three common ways to look at hidden states, and this package's."""
 
 
 def bench_stream(
@@ -81,7 +83,7 @@ def bench_stream(
     with memory_kept():
         for number, chunk in zip(range(rounds + 1), itertools.cycle(batches), strict=False):
             before = timed("base", chunk)
-            for name in order.sample(VARIANTS[1:], len(VARIANTS) - 1):
+            for name in order.sample([*VARIANTS][1:], len(VARIANTS) - 1):
                 found, after = timed(name, chunk), timed("base", chunk)
                 if number:
                     seconds[name].append(found)

@@ -35,7 +35,7 @@ def _time(seconds: float) -> float:
 def bench_inference(
     models: Annotated[
         list[str],
-        typer.Argument(help="vit-tiny to vit-giant, gpt-small to gpt-2.7b, hub ids, directories.", metavar="MODEL..."),
+        typer.Argument(help="vit-tiny to vit-giant, gpt-small to gpt-2.7b, hub ids, directories.", metavar="MODEL"),
     ],
     dtype: Annotated[
         str,
@@ -49,7 +49,12 @@ def bench_inference(
     compiled: Annotated[bool, typer.Option("--compile", help="Also time torch.compile.")] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help="Also time CUDA graphs.")] = False,
     variants: Annotated[
-        str | None, typer.Option(help="Only these variants, comma-separated.", show_default="all")
+        str | None,
+        typer.Option(
+            help="Only these, comma-separated: original, original-kernel, pre-rmsnorm, pre-rmsnorm-torch, "
+            "pre-crmsnorm, pre-crmsnorm-padded, fused, no-norm.",
+            show_default="all",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Largest number of timings of every variant.", min=3)] = 100,
     seconds: Annotated[float, typer.Option(help="Seconds for the rounds of one case.", callback=_time)] = 60.0,
@@ -124,7 +129,7 @@ def bench_norms(
 
 @bench_app.command("stream")
 def bench_stream(
-    model: Annotated[str, typer.Argument(help="Hub id or local directory.")] = "embedded-layernorm",
+    model: Annotated[str, typer.Argument(help="Hub id or local directory.", metavar="MODEL")] = "embedded-layernorm",
     data: Annotated[str, typer.Option(help="Text, as for `angles --data`.")] = "sample",
     context: Annotated[int, typer.Option(help="Tokens in a context: what the model sees together.")] = 256,
     batch: Annotated[int, typer.Option(help="Contexts in a forward pass.")] = 8,
@@ -136,7 +141,7 @@ def bench_stream(
     out: Annotated[Path | None, typer.Option(help="Write the table here, as .parquet.")] = None,
 ) -> None:
     """Compare the base model's forward pass with ways of measuring its hidden states."""
-    from normgeo.bench.stream import bench_stream
+    from normgeo.bench.stream import VARIANTS, bench_stream
     from normgeo.loading import load_model, load_tokenizer
     from normgeo.tokens import holds_ids, load_tokens
 
@@ -146,10 +151,10 @@ def bench_stream(
     loaded = load_model(model, dtype=dtype, device=device, **named)
     tokens = load_tokens(data, None if holds_ids(data) else load_tokenizer(model, **named), context)
     frame = bench_stream(loaded, tokens, batch=batch, rounds=rounds)
-    shown = table("variant", "ratio to base", "quartiles", "seconds a batch")
+    shown = table(Column("variant", no_wrap=True), "ratio to base", "quartiles", "seconds a batch")
     for row in frame.to_dict("records"):
         shown.add_row(
-            row["variant"], f"{row['ratio']:.3f}", f"{row['ratio_q25']:.3f} to {row['ratio_q75']:.3f}",
+            VARIANTS[row["variant"]], f"{row['ratio']:.3f}", f"{row['ratio_q25']:.3f} to {row['ratio_q75']:.3f}",
             f"{row['seconds']:.3f}",
         )  # fmt: skip
     first = frame.iloc[0]  # of a short text there are fewer tokens than were asked for
@@ -162,7 +167,9 @@ def bench_stream(
 
 @bench_app.command("store")
 def bench_store(
-    model: Annotated[str, typer.Argument(help="Hub id, local directory, or embedded name.")] = "embedded-layernorm",
+    model: Annotated[
+        str, typer.Argument(help="Hub id, local directory, or embedded name.", metavar="MODEL")
+    ] = "embedded-layernorm",
     folder: Annotated[Path, typer.Option(help="A directory on the disk to measure.")] = Path(),
     data: Annotated[str, typer.Option(help="Text, as for `angles --data`.")] = "sample",
     context: Context = None,
