@@ -354,6 +354,7 @@ def test_the_command(twins, tmp_path, call):
     for more, says in (
         ((*words, tmp_path / "run"), "exists already"), (("angles", "--resume", tmp_path / "run"), "is complete"),
         (("angles", "a-model", "--checkpoints", twins), "not both"),
+        (("angles", "--checkpoints", "--resume", twins), "a hub id, received --resume; --resume goes alone"),
         (("angles", "--checkpoints", tmp_path / "nothing"), "no checkpoints in"),
         ((*words, tmp_path / "run/run.json/below"), "run.json is no directory; give another --out"),
     ):  # fmt: skip

@@ -105,6 +105,8 @@ def angles(
         if frame is not None:
             _summary(frame, resume)
         return
+    if checkpoints is not None and checkpoints.startswith("-"):  # as in --checkpoints --resume DIR
+        raise NormGeoError(f"--checkpoints takes a directory or a hub id, received {checkpoints}; --resume goes alone")
     if models and checkpoints is not None:
         raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
     names = tuple(models) if models else () if checkpoints is not None else runs.RunConfig().models
