@@ -161,13 +161,16 @@ def test_statistics_that_are_not_those_that_were_committed_are_not_gone_on_with(
         resume_run(stopped, progress=False)
 
 
-def test_a_directory_that_was_removed_meanwhile_is_not_complete(tmp_path, monkeypatch):
-    """It is made again for what is still to be written, without what was."""
+@pytest.mark.parametrize("later", [(), ("gpt2",)])
+def test_a_directory_that_was_removed_meanwhile_is_not_complete(tmp_path, monkeypatch, later):
+    """It is made again for what is still to be written, without what was; also when other models are to come."""
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (4, 16)))
-    tiny("gpt2").save_pretrained(tmp_path / "gpt2")
-    seen = runs.check_seen
-    monkeypatch.setattr(runs, "check_seen", lambda found: (shutil.rmtree(tmp_path / "run", True), seen(found)))
-    config = RunConfig((str(tmp_path / "gpt2"),), data=str(tmp_path / "ids.npy"), tokens=64, null=2, device="cpu")
+    for name in ("first", *later):
+        tiny("gpt2").save_pretrained(tmp_path / name)
+    seen, removed = runs.check_seen, iter([lambda: shutil.rmtree(tmp_path / "run")])
+    monkeypatch.setattr(runs, "check_seen", lambda found: (next(removed, int)(), seen(found)))
+    names = tuple(str(tmp_path / name) for name in ("first", *later))
+    config = RunConfig(names, data=str(tmp_path / "ids.npy"), tokens=64, null=2, device="cpu", keep="none")
     with pytest.raises(RunError, match="run was removed while it was written"):
         start_run(config, tmp_path / "run", progress=False)
     assert not (tmp_path / "run/run.json").exists()

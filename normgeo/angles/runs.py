@@ -213,6 +213,7 @@ def _execute(
         except NormGeoError as error:
             if not tables or is_full(error) or ranks.size > 1:
                 raise
+            _check_kept(out)
             failed.append((name, error))
             _forget(error)
             if not (out / "state" / f"{safe_name(label_of(name))}.safetensors").is_file():
@@ -220,8 +221,7 @@ def _execute(
     if ranks.rank:
         return None
     with disk_explained(out):
-        if not (out / "run.json").is_file():  # written before anything was measured
-            raise RunError(f"{out} was removed while it was written, and what was measured with it; begin again")
+        _check_kept(out)
         table = AngleTable.concatenated(list(tables.values()))
         write_results(table, out, [record["models"][name] for name in tables])
         if not failed:
@@ -231,6 +231,12 @@ def _execute(
     said = "; ".join(f"{name}: {error}" for name, error in failed)
     done = ", ".join(map(label_of, tables))
     raise RunError(f"{said}; the results of {done} are in {out}; --resume tries again what failed") from failed[0][1]
+
+
+def _check_kept(out: Path) -> None:
+    """Refuse to go on where what was measured is gone: the record is written before, and is not to be made again."""
+    if not (out / "run.json").is_file():
+        raise RunError(f"{out} was removed while it was written, and what was measured with it; begin again")
 
 
 def _measured(
@@ -245,6 +251,8 @@ def _measured(
     def noted() -> dict[str, Any]:
         if record["status"] == "new":  # only now is it known that the model and the data exist
             record.update(new_record(config))
+        else:
+            _check_kept(out)
         for other in record["models"].values():  # models are compared on one text, which may be another file by now
             check_same(other, job.about, out, ("data_sha256",))
         check_same(record["models"].setdefault(name, job.about), job.about, out)
