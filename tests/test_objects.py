@@ -255,6 +255,8 @@ def test_a_second_writer_is_refused(home, url):
         captured(home, url)
     captured(home, url, n=450)
     unfinished(url)
+    with storage.writing(), pytest.raises(StoreError, match=rf"another process writes {url}"):
+        captured(home, url)
     for name in storage.names("commits")[3:]:
         storage.delete(f"commits/{name}")
     before = remote_content(url)

@@ -281,10 +281,11 @@ def test_other_tokens_are_refused_on_resume(home, copy, monkeypatch, last):
         resume_capture(copy, progress=False)
 
 
-def test_a_second_writer_is_refused(home, tmp_path, copy):
+def test_a_second_writer_is_refused(home, copy):
     unfinished(copy)
-    with Disk(copy).writing(), pytest.raises(StoreError, match="another process writes"):
-        resume_capture(copy, progress=False)
+    for write in (lambda: resume_capture(copy, progress=False), lambda: captured(home, copy)):
+        with Disk(copy).writing(), pytest.raises(StoreError, match="another process writes"):
+            write()
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

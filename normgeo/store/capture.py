@@ -20,8 +20,8 @@ from normgeo.angles.runs import new_record, now, write_results
 from normgeo.angles.statistics import PHASES
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import dtype_name, on_cpu
-from normgeo.store.check import interrupted, length_problems, metadata_problems
-from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_record, read_state, write_record
+from normgeo.store.check import check_free, interrupted, length_problems, metadata_problems
+from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_state, write_record
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
@@ -112,7 +112,7 @@ def start_capture(
     config = replace(config, run=config.run.absolute())
     ranks = ranks or Ranks.from_environment()
     storage = storage_at(path)
-    ranks.first("free", lambda: _check_free(storage, config))
+    ranks.first("free", lambda: check_free(storage, config.chunk_bytes))
     return _capture(config, storage, None, ranks, announce, progress)
 
 
@@ -135,20 +135,6 @@ def resume_capture(
     run = RunConfig.recorded(stored["run"], where := f"the record of {path}").consented(trust_remote_code, where)
     config = CaptureConfig(run, tuple(stored["phases"]), stored["chunk_bytes"])
     return _capture(config, storage, record, ranks, announce, progress)
-
-
-def _check_free(storage: Storage, config: CaptureConfig) -> None:
-    if storage.size("store.json") is not None:
-        status = read_record(storage, "store.json")["status"]
-        finish = f"finish it with --resume {storage}, or " if status != "complete" else ""
-        raise StoreError(f"{storage} already holds a store ({status}); {finish}give another --store")
-    if storage.occupied():
-        raise StoreError(f"{storage} exists and is no store; give another --store")
-    if storage.largest is not None and config.chunk_bytes > storage.largest:
-        raise StoreError(
-            f"a chunk at a URL is at most {storage.largest >> 20} MiB, since it waits in memory; --chunk-mib is "
-            f"{config.chunk_bytes >> 20}"
-        )
 
 
 @on_cpu
@@ -227,7 +213,7 @@ class _Capture:
         """
         run = held.enter_context(self.storage.writing(shared=shared))
         if before is None:
-            _check_free(self.storage, self.config)
+            check_free(self.storage, self.config.chunk_bytes, held=True)
         elif interrupted(self.storage) != before:
             raise StoreError(f"{self.storage} was written by another run meanwhile; give --resume {self.storage} again")
         begun = bool(self.storage.names("commits"))

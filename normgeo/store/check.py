@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from normgeo.store.objects import storage_at
 from normgeo.store.storage import Storage
 from normgeo.system.progress import progress_bar
 
-__all__ = ["interrupted", "length_problems", "metadata_problems", "verify"]
+__all__ = ["check_free", "interrupted", "length_problems", "metadata_problems", "verify"]
 
 
 def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, list[str]]:
@@ -83,6 +84,33 @@ def _checks(storage: Storage, layout: Layout, rows: Sequence[int], store: str) -
             file, sums = f"hidden.zarr/{spec.chunk_file(row)}", commit.chunks[spec.name]
             yield _Check(functools.partial(_chunk_problems, storage, file, *sums), chunks=1)
         yield _Check(functools.partial(file_problems, storage, state_file(row), commit.state), tokens=tokens)
+
+
+def check_free(storage: Storage, chunk_bytes: int, *, held: bool = False) -> None:
+    """Refuse a place that a new store cannot be made in.
+
+    Args:
+        storage: the place.
+        chunk_bytes: how large a chunk may be.
+        held: this process writes there already, to the exclusion of others.
+
+    Raises:
+        StoreError: it holds something else, another process writes there, or such chunks are too large for it.
+    """
+    if storage.size("store.json") is not None:
+        status = read_record(storage, "store.json")["status"]
+        if status != "complete" and not held:
+            with suppress(OSError), storage.writing():  # while another process does it cannot be resumed
+                pass
+        finish = f"finish it with --resume {storage}, or " if status != "complete" else ""
+        raise StoreError(f"{storage} already holds a store ({status}); {finish}give another --store")
+    if storage.occupied():
+        raise StoreError(f"{storage} exists and is no store; give another --store")
+    if storage.largest is not None and chunk_bytes > storage.largest:
+        raise StoreError(
+            f"a chunk at a URL is at most {storage.largest >> 20} MiB, since it waits in memory; --chunk-mib is "
+            f"{chunk_bytes >> 20}"
+        )
 
 
 def interrupted(storage: Storage) -> dict[str, Any]:
