@@ -193,3 +193,11 @@ def test_brackets_in_help_are_shown(normgeo):
     for command in ("angles", "capture", "compare"):
         shown = "".join(normgeo(command, "--help")[1].replace("│", "").split())
         assert FORM.partition("[:")[0] in shown
+
+
+def test_a_working_directory_that_is_removed_meanwhile_is_said_to_be(normgeo, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    status, _, said = normgeo("angles", "embedded-rmsnorm")
+    assert (status, said.startswith("error: the directory that this works in was removed")) == (1, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import os
 import signal
 import sys
 import warnings
@@ -24,6 +25,24 @@ def _shown(message: Warning | str, *_: object, **__: object) -> None:
     warn(str(message))
 
 
+def _line(error: Exception) -> str:
+    """What is said of an error."""
+    if isinstance(error, NormGeoError):
+        return str(error)
+    if isinstance(error, FileNotFoundError) and not _is_somewhere():
+        return "the directory that this works in was removed meanwhile; begin again in another"
+    return f"{error or 'out of memory'}; --debug shows where"
+
+
+def _is_somewhere() -> bool:
+    """Whether the working directory has a path, which no relative name can do without."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def main() -> None:
     """Run the command line: an error that normgeo raises on purpose, or the system, is one line, and the status 1."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -41,8 +60,7 @@ def main() -> None:
     except (NormGeoError, OSError, MemoryError) as error:
         if debug:
             raise
-        line = str(error) if isinstance(error, NormGeoError) else f"{error or 'out of memory'}; --debug shows where"
-        meanwhile.print(Text.assemble(("error", "red"), f": {line}"), soft_wrap=True)
+        meanwhile.print(Text.assemble(("error", "red"), f": {_line(error)}"), soft_wrap=True)
         sys.exit(1)
     finally:
         gc.enable()
