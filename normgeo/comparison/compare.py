@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from normgeo import figures
@@ -197,9 +198,18 @@ def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     return {
         "dtype": dtype_name(model.dtype), "device": device,
-        "parameters": model.num_parameters(), "bytes": sum(map(_bytes, [*model.parameters(), *model.buffers()])),
+        "parameters": model.num_parameters(), "bytes": _memory(model),
         "layernorms": kinds.count("layernorm"), "rmsnorms": kinds.count("rmsnorm"),
     }  # fmt: skip
+
+
+def _memory(model: PreTrainedModel) -> int:
+    """The memory of all weights: also of those packed for a kernel, objects of which torch lists only the state."""
+    held = {id(value): value for module in model.modules() for value in vars(module).values()}
+    packed: list[Any] = [value for value in held.values() if type(value) is torch.ScriptObject]
+    states = tree_leaves([each.__getstate__() for each in packed if each._has_method("__getstate__")])
+    weights = [x for x in states if isinstance(x, Tensor)]
+    return sum(map(_bytes, [*model.parameters(), *model.buffers(), *weights]))
 
 
 def _bytes(tensor: Tensor) -> int:
