@@ -96,17 +96,18 @@ class _Block:
         return self.branch(call), module if (inner or not call.leaf) and not self.is_inline(call) else ""
 
 
-def _numbered(trace: Trace) -> tuple[Trace, dict[Call, Call]]:
-    """A forward pass as if layers that are listed by name and number (`encoder_layer_0`) had a list of their own.
+def _numbered(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]:
+    """A forward pass as if layers that are called by name and number (`encoder_layer_0`) had a list of their own.
 
-    Also its calls, and functions', by those of before.
+    In a list they all are; of a module's attributes (`self.block0`) those that `_attributes` gives. Also its calls, and
+    functions', by those of before.
     """
-    layers = dict[str, tuple[str, int]]()
+    layers, attributes = dict[str, tuple[str, int]](), _attributes(norms, trace)
     for call in trace.calls:
-        parent, _, last = call.name.rpartition(".")
-        stem = last.rstrip("0123456789")
-        if parent in trace.lists and stem.rstrip("_") and stem != last and call.matrices and not call.leaf:
-            layers[call.name] = stem.rstrip("_"), int(last[len(stem) :])
+        parent, stem, number = _split(call.name)
+        within = parent in trace.lists or (parent, stem) in attributes
+        if within and stem and number and call.matrices and not call.leaf:
+            layers[call.name] = stem, int(number)
     if not layers:
         return trace, {}
 
@@ -119,6 +120,29 @@ def _numbered(trace: Trace) -> tuple[Trace, dict[Call, Call]]:
     calls = {call: replace(call, name=renamed(call.name)) for call in every}
     lists = {renamed(name) for name in trace.lists} | {renamed(name).rpartition(".")[0] for name in layers}
     return Trace([calls[call] for call in trace.calls], trace.functions, trace.sums, lists), calls
+
+
+def _attributes(norms: list[Call], trace: Trace) -> set[tuple[str, str]]:
+    """The parents and stems of attributes that are numbered as layers are, several of which have norms.
+
+    Where a list beside them, or in them, has layers with norms they are none, as two heads, or stages of blocks.
+    """
+    numbers, listing = defaultdict[tuple[str, str], set[str]](set), set[str]()
+    for norm in norms:
+        for name in itertools.accumulate(norm.name.split(".")[:-1], "{}.{}".format):
+            parent, stem, number = _split(name)
+            if trace.running(norm) is not None:
+                listing.add(parent)
+            elif number:
+                numbers[parent, stem].add(number)
+    return {place for place, found in numbers.items() if len(found) > 1 and place[0] not in listing}
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """A dotted name as that of the module around it, its last part without the number at its end, and that number."""
+    parent, _, last = name.rpartition(".")
+    stem = last.rstrip("0123456789")
+    return parent, stem.rstrip("_"), last[len(stem) :]
 
 
 def _joined(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]:
@@ -190,7 +214,7 @@ class Placer:
     """
 
     def __init__(self, norms: list[Call], trace: Trace) -> None:
-        trace, numbered = _numbered(trace)
+        trace, numbered = _numbered(norms, trace)
         norms = [numbered.get(norm, norm) for norm in norms]
         self.trace, joined = _joined(norms, trace)
         self._calls = joined | {call: joined.get(new, new) for call, new in numbered.items()}

@@ -172,13 +172,39 @@ class Layer(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-@pytest.mark.parametrize("stem", ["encoder_layer_", "block", ""])
-def test_layers_in_a_list_that_has_them_by_name_and_number(stem):
-    """As torchvision's ViT has; `fc_1`, which has no parts, is no layer."""
-    layers = nn.Sequential(OrderedDict((f"{stem}{i}", Layer()) for i in range(LAYERS)))
+class Attributes(nn.Module):
+    """Modules that are called one after the other, and are in no list."""
+
+    def __init__(self, modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("stem", "stack"),
+    [("encoder_layer_", nn.Sequential), ("block", nn.Sequential), ("", nn.Sequential), ("block", Attributes)],
+)
+def test_layers_that_are_called_by_name_and_number(stem, stack):
+    """As torchvision's ViT has in a list, and as many have attributes; `fc_1`, which has no parts, is no layer."""
+    layers = stack(OrderedDict((f"{stem}{i}", Layer()) for i in range(LAYERS)))
     head = nn.Sequential(OrderedDict(fc_1=nn.Linear(D, D), norm_1=nn.LayerNorm(D), fc_2=nn.Linear(D, 50)))
     model = wrap(nn.Sequential(OrderedDict(tokens=nn.Embedding(50, D), stack=layers, head=head)))
     found = [(site.name.removeprefix("module."), site.role, site.layer) for site in find_sites(model)]
     norms = [(f"stack.{stem}{i}.{norm}", role, i) for i in range(LAYERS)
              for norm, role in (("ln_1", "attention"), ("ln_2", "mlp"))]  # fmt: skip
     assert found == [*norms, ("head.norm_1", "final", LAYERS)]
+
+
+def test_stages_and_heads_by_name_and_number_are_no_layers():
+    """The layers are in the lists of the stages."""
+    stages = {f"stage{i}": Attributes({"layers": nn.Sequential(Layer(), Layer())}) for i in range(2)}
+    heads = {f"head{i}": Attributes({"norm": nn.LayerNorm(D), "out": nn.Linear(D, D)}) for i in range(2)}
+    found = find_sites(wrap(Attributes({"tokens": nn.Embedding(50, D)} | stages | heads)))
+    assert [site.layer for site in found] == [0, 0, 1, 1] * 2 + [2, 2]
+    assert [site.role for site in found] == ["attention", "mlp"] * 4 + ["final"] * 2
