@@ -142,9 +142,11 @@ class PlusOne(nn.Module):
 
 @pytest.mark.parametrize("options", [{"to": "crmsnorm"}, {"trainable": True}], ids=str)
 def test_a_module_whose_parameters_are_parametrized_is_one_as_all(options):
+    """Also a writer, whose output is recentered then; the one beside it in another block is not."""
     module = built(Block)
-    plain = find_sites(wrap(module))
-    for part, name in ((module.blocks[0].norm1, "weight"), (module.final, "weight"), (module.blocks[1].mlp[0], "bias")):
+    plain, (first, second) = find_sites(wrap(module)), module.blocks
+    parts = [(first.norm1, "weight"), (module.final, "weight"), (second.mlp[0], "bias"), (first.mlp[2], "bias")]
+    for part, name in parts:
         parametrize.register_parametrization(part, name, PlusOne())
     assert find_sites(wrap(module)) == plain
     conversion = convert(wrap(module), **options)

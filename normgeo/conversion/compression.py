@@ -214,8 +214,8 @@ def _downstream(
 ) -> list[Shift]:
     """The writers whose streams are compressed.
 
-    A writer stays whole if its output is recentered later on, or if only norms that stay read it, as norms on heads
-    read queries: both need all its numbers.
+    A writer stays whole if its output is recentered later on, so that no norm sees its mean, or if only norms that stay
+    read it, as norms on heads read queries: both need all its numbers.
     """
     writers = [*gauge.writers, *gauge.scaled]
     if not writers:  # every mean is removed explicitly
@@ -226,9 +226,9 @@ def _downstream(
     # as by x += f(norm(x)), which writes over what the norm has read
     with torch.enable_grad(), allow_mutation_on_saved_tensors(), site_inputs(exact, norms) as given:
         outputs_of(exact, inputs)
-        means = [x.mean(-1) for tensors in given.values() for x in tensors]
-        total = torch.stack([(m * torch.linspace(1, 2, m.numel()).to(m).view(m.shape)).sum() for m in means]).sum()
-        moved = torch.autograd.grad(total, parameters, allow_unused=True)
+        streams = [x for tensors in given.values() for x in tensors]
+        written = torch.autograd.grad(_weighed(streams), parameters, allow_unused=True, retain_graph=True)
+        moved = torch.autograd.grad(_weighed([x.mean(-1) for x in streams]), parameters, allow_unused=True)
     sums = [0.0 if g is None else float(g.sum(shift.axis).norm()) for shift, g in zip(writers, moved, strict=True)]
     kept = {shift for shift, size in zip(writers, sums, strict=True) if size > INVISIBLE * max(sums)}
 
@@ -241,8 +241,15 @@ def _downstream(
         return any(k.axis == shift.axis and torch.equal(values[k], values[shift]) for k in kept)
 
     values = dict(zip(writers, parameters, strict=True))
-    idle = {shift for shift, gradient in zip(writers, moved, strict=True) if not reached(gradient)}  # as unused experts
+    idle = {
+        shift for shift, gradient in zip(writers, written, strict=True) if not reached(gradient)
+    }  # as unused experts
     return [s for s in writers if s in kept or (s in idle and (as_beside(s) or as_tied(s)))]
+
+
+def _weighed(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of all numbers, each of which counts otherwise than its neighbours."""
+    return torch.stack([(x * torch.linspace(1, 2, x.numel()).to(x).view(x.shape)).sum() for x in tensors]).sum()
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
