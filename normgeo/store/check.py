@@ -43,12 +43,12 @@ def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, l
     """
     storage = storage_at(path)
     record, layout, store = read_store(storage)
-    if record["status"] != "complete" and not storage.names("commits"):
+    rows = range(layout.rows) if record["status"] == "complete" else committed_rows(storage)
+    if not rows:
         return 0, []  # it has just begun, and resuming begins again
     problems, checked = metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
         problems += file_problems(storage, name, sha256)
-    rows = range(layout.rows) if record["status"] == "complete" else committed_rows(storage)
     with progress_bar(
         str(storage), sum(layout.stop(row) - layout.start(row) for row in rows), enabled=progress
     ) as advance:
