@@ -60,8 +60,7 @@ def storage_at(address: str | Path | Storage) -> Storage:
     if isinstance(address, Storage):
         return address
     text = str(address)
-    scheme = re.match(r"(\w\w+):/[^/]", text)
-    if scheme and (scheme[1] in SCHEMES or not Path(text.split("/")[0]).is_dir()):
+    if (lost := re.match(r"(\w\w+):/[^/]", text)) and (lost[1] in SCHEMES or not Path(f"{lost[1]}:").is_dir()):
         raise StoreError(f"{text} has lost a slash, as URLs do that become a Path; give it as a string, with ://")
     if "://" not in text:
         return Disk(Path(text))
