@@ -110,10 +110,10 @@ def test_train(called):
     }  # fmt: skip
     about = {"norm": "rmsnorm", "data": "ids.npy", "exclude": "e.jsonl", "tokenizer": "t", "vocabulary": 90}
     more = words(changes | about | {"device": "cpu", "size": "70m", "out": "here"})
-    given = called(training_runs, "start_training", "train", *more)
-    assert given == (
-        (TrainConfig(*about.values(), "cpu"), recipe_for("70m", **changes), Path("here")), {"board": False}
-    )  # fmt: skip
+    for flags, tied in ((), True), (("--untie",), False):
+        given = called(training_runs, "start_training", "train", *more, *flags)
+        recipe = recipe_for("70m", **changes, tied=tied)
+        assert given == ((TrainConfig(*about.values(), "cpu"), recipe, Path("here")), {"board": False})
 
 
 def test_what_is_not_given_is_as_in_python(called):

@@ -237,7 +237,7 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     assert "unexplained" in printed
     assert "100.00%" in printed
     frame = training_cost.compute(out)
-    assert frame["size"].unique().tolist() == ["tiny"]
+    assert frame[["size", "context", "batch"]].drop_duplicates().to_numpy().tolist() == [["tiny", 16, 2]]
     assert "mixed precision, bfloat16" in training_cost.plot(frame).get_suptitle()
     other = frame.assign(size="other", device="another")
     words, *lines = training_cost.plot(pd.concat([frame, other])).get_suptitle().splitlines()
