@@ -212,6 +212,16 @@ def test_by_shard_too_a_model_with_nan_is_refused(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("load", [load_model, lambda name: convert_sharded(name, name.with_name("out"))])
+def test_a_dtype_that_no_model_is_loaded_in_is_one_line(load, tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "m")
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    for dtype in ("int8", "float8_e4m3fn"):
+        (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"dtype": dtype}))
+        with pytest.raises(ModelError, match="cannot load the model"):
+            load(tmp_path / "m")
+
+
 @pytest.mark.parametrize("raised", [ValueError, NormGeoError])
 @pytest.mark.parametrize("words", [("convert", "out"), ("angles", "--data", "ids.npy")])
 def test_a_signal_whose_exception_compiled_code_makes_an_error_is_an_interruption(words, raised, monkeypatch, normgeo):

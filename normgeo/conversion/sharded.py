@@ -136,6 +136,7 @@ def convert_sharded(
         ConversionError: as `convert`; or it is converted already; or the checkpoint's names are not the model's, so
             that it has to be converted in memory; or what was written lacks a tensor of the converted model, or has
             another, or is read as other layers, or cannot be loaded.
+        ModelError: the checkpoint cannot be loaded.
         RunError: as `save`.
     """
     try:
@@ -144,11 +145,11 @@ def convert_sharded(
         deep = empty_model(cls, config)
         shards = Shards(source, deep)
         loaded: torch.dtype = dtype or getattr(config, "dtype", None) or shards.dtype  # before any is left out
+        _check_names(deep, shards, source)
+        shallow, to = shallow_model(cls, config)
+        first = _with_weights(shallow, shards, to, loaded)
     except UNLOADABLE as error:
         raise explained(str(source), error) from error
-    _check_names(deep, shards, source)
-    shallow, to = shallow_model(cls, config)
-    first = _with_weights(shallow, shards, to, loaded)
     with looking_at(outputs):
         gauge = find_gauge(shallow)
     conversion = convert(first, outputs=outputs, gauge=gauge)
