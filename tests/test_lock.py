@@ -48,6 +48,16 @@ def test_a_network_that_fails_for_a_while_is_no_loss_of_the_lock(storage, monkey
         assert storage._renewed()
 
 
+@pytest.mark.parametrize(("fails", "there"), [("put", False), ("head", True)])
+def test_a_service_that_fails_while_the_lock_is_taken_is_one_line(storage, monkeypatch, fails, there):
+    """As it does where credentials may list and read, and not write."""
+    if there:
+        storage.put("lock", holder("another"))
+    monkeypatch.setattr(storage._ob, fails, unreachable)
+    with pytest.raises(StoreError, match=r"^s3://bucket/x/lock cannot be reached"), storage.writing():
+        pass
+
+
 def test_a_lock_is_renewed_before_the_runs_other_processes_miss_it(storage):
     waited = []
     with storage.writing():
