@@ -187,6 +187,9 @@ def test_one_process_is_alone_wherever_it_was_launched(told, refused, normgeo, m
         monkeypatch.setenv(name, value)
     status, _, said = normgeo("models")
     assert (status, "models is done by one process, and 2 were launched" in said) == (refused, refused)
+    monkeypatch.setenv("RANK", "1")
+    status, _, said = normgeo("models")
+    assert (status, said) == (refused, "")  # the first says it for all
 
 
 def test_brackets_in_help_are_shown(normgeo):
