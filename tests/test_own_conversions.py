@@ -269,8 +269,15 @@ def test_a_table_whose_gradients_are_sparse_is_converted():
 def test_functions_around_the_model_itself_are_named(dtype):
     """A copy runs them as they are: on the weights, and through the norms, of the model that it is a copy of."""
     module = built(Block).to(dtype)
-    before = module.blocks[1].forward
-    module.blocks[1].forward = lambda x: before(x)
+    before, fewest = module.blocks[1].forward, 1
+
+    def inner(x):
+        return before(x)
+
+    def again(x, times=fewest):  # holds itself, and what is no function, besides
+        return again(x, times - 1) if times > fewest else inner(x)
+
+    module.blocks[1].forward = again
     with pytest.raises(
         ModelError, match=r"module\.blocks\.1\.forward is a function around the model itself.*MethodType"
     ):
