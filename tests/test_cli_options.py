@@ -84,6 +84,13 @@ def test_capture(called):
     assert given == ((CaptureConfig(config, ("pre", "post"), 3 * 2**20), "s"), {})
 
 
+def test_what_was_interrupted_goes_on_with_a_repositorys_code(called):
+    for flags, trusted in (((), False), (("--trust-remote-code",), True)):
+        for module, function, command in ((runs, "resume_run", "angles"), (capturing, "resume_capture", "capture")):
+            (where,), options = called(module, function, command, "--resume", "here", *flags)
+            assert (str(where), options) == ("here", {"trust_remote_code": trusted})
+
+
 def test_convert(called):
     options = {name: ANGLES[name] for name in ("data", "tokens", "context", "dtype", "device", "revision")}
     flags = "--keep-tie", "--fold-affine", "--padded", "--in-memory", "--trust-remote-code"
