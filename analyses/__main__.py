@@ -111,7 +111,7 @@ def shown(frame: pd.DataFrame, rows: int = 12) -> str:
     said = ", ".join(f"{c} {_number(frame[c].iloc[0])}" for c in same if not frame[c].isna().all())
     head = textwrap.fill(f"In all rows: {said}", width) + "\n" if said else ""
     table = (frame.drop(columns=same) if len(same) < frame.shape[1] else frame).head(rows)
-    whole: dict[Any, Any] = dict.fromkeys(table.select_dtypes("integer").dropna(axis="columns"), _number)
+    whole: dict[Any, Any] = dict.fromkeys(table.select_dtypes("integer"), _number)
     return head + table.to_string(index=False, line_width=width, float_format=_number, formatters=whole)
 
 

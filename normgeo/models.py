@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -58,10 +59,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def widened(model: nn.Module) -> str:
-    """What may help a model that fails, in words, where loading left some weights in single precision (XLNet)."""
+def widened(model: nn.Module, error: Exception) -> str:
+    """What may help a model with weights in half precision that fails, in words.
+
+    Loading leaves some of XLNet's in single precision; and not all that torch computes it computes in half.
+    """
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-    return "try --dtype float32 (dtype=), or " if len(dtypes) > 1 else ""
+    of_types = len(dtypes) > 1 or re.search(r"dtype|Half|BFloat16|not implemented for", str(error))
+    return "try --dtype float32 (dtype=), or " if of_types and dtypes & {torch.float16, torch.bfloat16} else ""
 
 
 class TwinConfig(GPT2Config):

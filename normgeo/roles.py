@@ -125,17 +125,20 @@ def _numbered(norms: list[Call], trace: Trace) -> tuple[Trace, dict[Call, Call]]
 def _attributes(norms: list[Call], trace: Trace) -> set[tuple[str, str]]:
     """The parents and stems of attributes that are numbered as layers are, several of which have norms.
 
-    Where a list beside them, or in them, has layers with norms they are none, as two heads, or stages of blocks.
+    Where a norm is in a layer of a list none are, as a stem's parts or heads; nor are those that have such in them, as
+    towers and stages.
     """
-    numbers, listing = defaultdict[tuple[str, str], set[str]](set), set[str]()
+    if any(trace.running(norm) is not None for norm in norms):
+        return set()
+    numbers = defaultdict[tuple[str, str], set[str]](set)
     for norm in norms:
         for name in itertools.accumulate(norm.name.split(".")[:-1], "{}.{}".format):
             parent, stem, number = _split(name)
-            if trace.running(norm) is not None:
-                listing.add(parent)
-            elif number:
+            if number:
                 numbers[parent, stem].add(number)
-    return {place for place, found in numbers.items() if len(found) > 1 and place[0] not in listing}
+    several = {place for place, found in numbers.items() if len(found) > 1}
+    outer = (name for parent, _ in several for name in itertools.accumulate(parent.split("."), "{}.{}".format))
+    return several - {_split(name)[:2] for name in outer}
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -195,8 +195,8 @@ def own_errors(model: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a model raises
         raise ModelError(
-            f"{type(model).__name__} failed on token ids alone: {said(error)}; {widened(model)}give a model of text, "
-            "or the part of this one that reads it"
+            f"{type(model).__name__} failed on token ids alone: {said(error)}; {widened(model, error)}give a model of "
+            "text, or the part of this one that reads it"
         ) from error
 
 

@@ -371,7 +371,7 @@ def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:
         raise
     except Exception as error:
         absent = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-        hint = f"its {absent} is on the meta device: load it" if absent else _given_instead(model)
+        hint = f"its {absent} is on the meta device: load it" if absent else _given_instead(model, error)
         whole = model.module if isinstance(model, Wrapped) else model
         raise ModelError(
             f"{type(whole).__name__} failed on the inputs { ({k: tuple(v.shape) for k, v in inputs.items()}) }: "
@@ -380,8 +380,8 @@ def traced(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Trace:
     return trace
 
 
-def _given_instead(model: PreTrainedModel) -> str:
+def _given_instead(model: PreTrainedModel, error: Exception) -> str:
     parts = model.module.named_modules() if isinstance(model, Wrapped) else ()
     inner = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
     beside = f", or give the model within, its .get_submodule({inner!r}), instead" if inner else ""
-    return f"{widened(model)}in Python, pass inputs=... that it accepts{beside}"
+    return f"{widened(model, error)}in Python, pass inputs=... that it accepts{beside}"

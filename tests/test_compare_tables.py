@@ -277,6 +277,8 @@ def test_the_memory_of_quantized_weights_is_what_they_take(ids):
     result = compare({"a": zoo.tiny("gpt_neox"), "packed": packed, "dynamic": dynamic}, ids[:1, :8], **QUICK)
     saved = [0, 3 * 32 * 64 - 4, 3 * sum(module.weight.numel() for module in linears)]
     assert result.frame["bytes"].tolist() == [whole - less for less in saved]
+    lstm = quantization.quantize_dynamic(nn.Sequential(nn.LSTM(64, 64)), {nn.LSTM}, torch.qint8)
+    assert 2 * 64 * 256 <= comparison._memory(lstm) < 3 * 64 * 256  # whose packed weights are held by what is packed
 
 
 def test_of_each_batch_two_outputs_are_in_memory_at_once(models, ids, monkeypatch):

@@ -208,3 +208,21 @@ def test_stages_and_heads_by_name_and_number_are_no_layers():
     found = find_sites(wrap(Attributes({"tokens": nn.Embedding(50, D)} | stages | heads)))
     assert [site.layer for site in found] == [0, 0, 1, 1] * 2 + [2, 2]
     assert [site.role for site in found] == ["attention", "mlp"] * 4 + ["final"] * 2
+
+
+def test_numbered_parts_beside_layers_in_a_list_and_around_others_are_no_layers():
+    """A stem's, and towers, whose layers are attributes too."""
+    stem = Attributes({f"conv{i}": nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)) for i in range(2)})
+    listed = {"norm": nn.LayerNorm(D), "layers": nn.Sequential(Layer(), Layer())}
+    found = find_sites(wrap(Attributes({"tokens": nn.Embedding(50, D), "stem": stem, **listed})))
+    assert [(site.role, site.layer) for site in found] == [
+        *[("embedding", 0)] * 3, *((role, i) for i in range(2) for role in ("attention", "mlp"))
+    ]  # fmt: skip
+    towers = {f"tower{i}": Attributes({f"block{j}": Layer() for j in range(2)}) for i in range(2)}
+    found = find_sites(wrap(Attributes({"tokens": nn.Embedding(50, D)} | towers)))
+    assert [(site.role, site.layer) for site in found] == [
+        ("attention", 0),
+        ("mlp", 0),
+        ("attention", 1),
+        ("mlp", 1),
+    ] * 2

@@ -250,7 +250,7 @@ def test_norms_behind_an_attention_that_weighs_by_scores_of_its_own_are_behind_a
 
 class Blind(torch.nn.Sequential):
     def forward(self, ids):
-        raise ValueError("there is no image")
+        raise ValueError(self.said)
 
 
 def test_a_model_that_fails_in_half_precision_is_to_be_tried_in_single():
@@ -261,5 +261,7 @@ def test_a_model_that_fails_in_half_precision_is_to_be_tried_in_single():
         with pytest.raises(ModelError, match=r"failed on .*; try --dtype float32 \(dtype=\), or "):
             measured(model)
     blind = wrap(Blind(torch.nn.Embedding(48, 8), torch.nn.LayerNorm(8)).bfloat16())
-    with pytest.raises(ModelError, match=r"failed on .* no image; give a model of text"):
-        check_pass(blind, [], 4)  # all of it is as wide, and it is not that for which it fails
+    for said, then in (("there is no image", "give"), ("Unsupported dtype BFloat16", "try --dtype float32")):
+        blind.module.said = said
+        with pytest.raises(ModelError, match=f"failed on .* {said}; {then}"):
+            check_pass(blind, [], 4)  # all of it is as wide

@@ -106,7 +106,8 @@ def angles(
             _summary(frame, resume)
         return
     if checkpoints is not None and checkpoints.startswith("-"):  # as in --checkpoints --resume DIR
-        raise NormGeoError(f"--checkpoints takes a directory or a hub id, received {checkpoints}; --resume goes alone")
+        alone = "; --resume goes alone" if checkpoints == "--resume" else ""
+        raise NormGeoError(f"--checkpoints takes a directory or a hub id, received {checkpoints}{alone}")
     if models and checkpoints is not None:
         raise NormGeoError(f"give models or --checkpoints, not both: {', '.join(models)}, {checkpoints}")
     names = tuple(models) if models else () if checkpoints is not None else runs.RunConfig().models

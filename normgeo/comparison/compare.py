@@ -16,7 +16,7 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -203,20 +203,26 @@ def _size(model: PreTrainedModel, whole: PreTrainedModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(model: PreTrainedModel) -> int:
-    """The memory of all weights: also of those packed for a kernel, objects of which torch lists only the state."""
+def _memory(model: nn.Module) -> int:
+    """The memory of all weights: also of those packed for a kernel, as many bytes as they are when unpacked."""
     held = {id(value): value for module in model.modules() for value in vars(module).values()}
-    packed: list[Any] = [value for value in held.values() if type(value) is torch.ScriptObject]
-    states = tree_leaves([each.__getstate__() for each in packed if each._has_method("__getstate__")])
-    weights = [x for x in states if isinstance(x, Tensor)]
-    return sum(map(_bytes, [*model.parameters(), *model.buffers(), *weights]))
+    packed = [value for value in held.values() if type(value) is torch.ScriptObject]
+    return sum(map(_bytes, [*model.parameters(), *model.buffers(), *packed]))
 
 
-def _bytes(tensor: Tensor) -> int:
-    """The memory of a tensor: of a quantized one that of what it is made of, for it says what it stands for."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor.nbytes
-    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+def _bytes(held: Any) -> int:
+    """The memory of a tensor: of a quantized one that of what it is made of, for it says what it stands for.
+
+    Of what a kernel packed torch lists only the state, which may hold others: one after the other is unpacked.
+    """
+    if type(held) is torch.ScriptObject:
+        has_state = held._has_method("__getstate__")  # pyright: ignore
+        return sum(map(_bytes, tree_leaves(held.__getstate__()))) if has_state else 0
+    if not isinstance(held, Tensor):
+        return 0
+    if not is_traceable_wrapper_subclass(held):
+        return held.nbytes
+    return sum(_bytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
 
 
 def _times(

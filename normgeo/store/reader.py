@@ -180,7 +180,7 @@ def _opened(path: str, before: str, rows: int) -> HiddenStateStore:
 def _no_site(site: str, keys: Iterable[str]) -> str:
     """That there is no such site, and which are called most alike: of a large model all are too many to read."""
     near = difflib.get_close_matches(str(site), keys := [*keys], 3, 0)
-    return f"no site {site!r} in the store; of its {len(keys)} sites the nearest are {', '.join(near)}"
+    return f"no site {site!r} in the store; of its {len(keys)} sites the nearest are {', '.join(near) or 'none'}"
 
 
 def _block(path: str, before: str, rows: int, spec: ArraySpec, row: int) -> np.ndarray:
