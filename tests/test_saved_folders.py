@@ -344,7 +344,7 @@ def test_by_shard_a_head_that_is_untied_is_so_for_the_part_for_text():
     converted = copy.deepcopy(config)
     for part in (converted, converted.text_config):
         part.tie_word_embeddings = False
-    saved = sharded._config(config, converted)
+    saved = sharded._config(config, converted, torch.float16)
     assert config.text_config.tie_word_embeddings is False
     assert saved.tie_word_embeddings is False
 
