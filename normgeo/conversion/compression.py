@@ -241,9 +241,8 @@ def _downstream(
         return any(k.axis == shift.axis and torch.equal(values[k], values[shift]) for k in kept)
 
     values = dict(zip(writers, parameters, strict=True))
-    idle = {
-        shift for shift, gradient in zip(writers, written, strict=True) if not reached(gradient)
-    }  # as unused experts
+    # as unused experts
+    idle = {shift for shift, gradient in zip(writers, written, strict=True) if not reached(gradient)}
     return [s for s in writers if s in kept or (s in idle and (as_beside(s) or as_tied(s)))]
 
 
