@@ -42,9 +42,11 @@ dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere } summary { cursor: p
 @media print {
 @page { size: landscape } table { font-size: 10px } tr { break-inside: avoid }
 .wide td:nth-child(-n + 2) { white-space: normal; overflow-wrap: anywhere }
+details::details-content { content-visibility: visible } summary { display: none }
 }
 """
-"""On paper nothing can be scrolled to: there wide tables are smaller, and long names are broken."""
+"""On paper nothing can be scrolled to or unfolded: there wide tables are smaller, long names are broken, and nothing is
+folded."""
 
 
 def page(table: AngleTable, verdict: str, drawn: Path, about: Iterable[Mapping[str, Any]]) -> str:
