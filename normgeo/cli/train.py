@@ -54,7 +54,13 @@ def train(
         int | None, typer.Option(help="Steps between models that are kept.", show_default="1K, ..., 10K, 20K, ...")
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between the states to resume from.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between held-out losses.")] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between held-out losses, each over all held-out documents, and between the lines printed, "
+            "whose train loss is the mean since the line before."
+        ),
+    ] = None,
     untie: Annotated[
         bool, typer.Option("--untie", help="Give the model a head of its own, apart from the embedding's weights.")
     ] = False,
