@@ -24,6 +24,7 @@ from normgeo.store.layout import read_record, write_record
 from normgeo.store.storage import Disk
 from normgeo.system.folders import whole_directory
 from normgeo.system.progress import printer
+from normgeo.training.state import save_state
 
 
 @pytest.mark.parametrize("where", ["../victim.safetensors", "weights/model.safetensors", "absolute"])
@@ -88,6 +89,21 @@ def test_a_store_that_is_handed_over_does_not_either(home, tmp_path):
     write_record(lambda _, content: (tmp_path / "s" / "store.json").write_bytes(content), "store.json", record)
     with pytest.raises(RunError, match="says to run the code of"):
         resume_capture(tmp_path / "s", progress=False)
+
+
+def test_what_a_link_leads_to_is_not_removed_with_what_it_stands_for(tmp_path):
+    """As in a training that is handed over, whose curve or next state leads to a directory of one's own."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "letters").touch()
+    for name in ("curve", "state-00000001", "state-00000002"):
+        (tmp_path / name).symlink_to("own")
+    with whole_directory(tmp_path / "curve", replace=True) as scratch:
+        (scratch / "new").touch()
+    save_state(tmp_path, 2, {}, {})
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["letters"]
+    assert [path.name for path in (tmp_path / "curve").iterdir()] == ["new"]
+    assert [*tmp_path.glob("state-*")] == [tmp_path / "state-00000002"]
+    assert not (tmp_path / "curve").is_symlink()
 
 
 def test_what_others_say_does_not_control_the_terminal(capsys):

@@ -23,7 +23,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
-__all__ = ["alone", "claimed", "nothing_left", "numbered", "taken", "whole_directory"]
+__all__ = ["alone", "claimed", "nothing_left", "numbered", "remove", "taken", "whole_directory"]
 
 LOCK = ".lock"
 
@@ -163,6 +163,18 @@ def _emptied(out: Path) -> None:
             return
 
 
+def remove(folder: Path) -> None:
+    """Remove a directory with all in it, or a link to one, and not what that leads to.
+
+    Raises:
+        OSError: it cannot be removed, or is a file.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 @contextmanager
 def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> Iterator[Path]:
     """A directory to write into, which is there as `out` when everything in it is safely written, or not at all.
@@ -173,14 +185,16 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
     Args:
         out: where.
         replace: in the place of what is there, which stays as it is until all is written: for what can be made again,
-            since a kill between its removal and the renaming leaves neither. Only one process may do so.
+            since a kill between its removal and the renaming leaves neither. Only one process may do so. A link itself
+            is replaced: what it leads to is nobody's to remove.
         keep: False leaves nothing behind: it was a trial.
 
     Raises:
         RunError: it cannot be written or the disk is full; or, where nothing is to be replaced, it is not empty.
     """
     check_name(out)
-    where = Path(os.path.realpath(out))  # `.` has no name, and what a link names need not be there yet
+    # `.` has no name, and what a link names need not be there yet
+    where = Path(os.path.realpath(out.parent)) / out.name if replace else Path(os.path.realpath(out))
     for home in (where, where.parent):
         _clear(home, where.name)
     if not replace and (taken(where) or where.is_symlink()):  # a link that is left leads to itself
@@ -198,8 +212,8 @@ def whole_directory(out: Path, *, replace: bool = False, keep: bool = True) -> I
             yield scratch
             if keep:
                 _settle(scratch)
-                if replace and where.exists():
-                    shutil.rmtree(where)
+                if replace and os.path.lexists(where):
+                    remove(where)
                 _moved_up(scratch) if home == where else os.replace(scratch, where)
         except Exception as error:
             if isinstance(error, OSError) or is_full(error):

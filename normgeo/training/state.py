@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from normgeo.errors import RunError
 from normgeo.system.files import file_digest, unreadable
-from normgeo.system.folders import whole_directory
+from normgeo.system.folders import remove, whole_directory
 
 __all__ = [
     "AFRESH", "check_weights", "checkpoint_path", "evaluated", "latest_state", "load_state", "named",
@@ -54,7 +53,7 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[
         (scratch / "state.json").write_text(json.dumps(whole) + "\n")
     for earlier in _states(folder):
         if earlier != out:
-            shutil.rmtree(earlier)
+            remove(earlier)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
