@@ -22,6 +22,7 @@ from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError
 from normgeo.store.capture import resume_capture
 from normgeo.store.layout import read_record, write_record
 from normgeo.store.storage import Disk
+from normgeo.system.files import write_json
 from normgeo.system.folders import whole_directory
 from normgeo.system.progress import printer
 from normgeo.training.state import save_state
@@ -104,6 +105,20 @@ def test_what_a_link_leads_to_is_not_removed_with_what_it_stands_for(tmp_path):
     assert [path.name for path in (tmp_path / "curve").iterdir()] == ["new"]
     assert [*tmp_path.glob("state-*")] == [tmp_path / "state-00000002"]
     assert not (tmp_path / "curve").is_symlink()
+
+
+def test_links_in_the_place_of_what_is_written_for_a_while_lead_nowhere(tmp_path):
+    """In a store or a run that is handed over, or in a directory that others write to as well."""
+    (tmp_path / "own").write_text("letters")
+    (tmp_path / "s" / "elsewhere").mkdir(parents=True)
+    for link, to in {"s/lock": "../own", "s/scratch": "elsewhere", "run.json.partial": "own"}.items():
+        (tmp_path / link).symlink_to(to)
+    write_json(tmp_path / "run.json", {})
+    with Disk(tmp_path / "s").writing():
+        Disk(tmp_path / "s").put("a", b"1")
+    assert (tmp_path / "own").read_text() == "letters"
+    assert (tmp_path / "run.json").lstat().st_size == 3
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["a", "commits", "elsewhere", "lock", "state"]
 
 
 def test_what_others_say_does_not_control_the_terminal(capsys):

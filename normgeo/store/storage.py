@@ -292,12 +292,8 @@ class Disk(Storage):
     def discard(self) -> None:
         """Remove all that was not in the directory before this run, and the directory where this run made it."""
         for path in self.path.iterdir():
-            if path.name in self._before:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            if path.name not in self._before:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if self._made:
             self.path.rmdir()
 
@@ -310,6 +306,9 @@ class Disk(Storage):
         self._made = not self.path.exists()
         self._before = {p.name for p in self.path.iterdir()} - OURS if self.path.is_dir() else set()
         self.path.mkdir(parents=True, exist_ok=True)
+        for own in (self.path / "lock", self.path / "scratch"):
+            if own.is_symlink():  # no writer made it, and what it leads to would be written
+                own.unlink(missing_ok=True)
         with (self.path / "lock").open("a+") as file:
             begins = run is None
             try:

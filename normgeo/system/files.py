@@ -137,8 +137,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file, whose bytes, though not yet its name, then survive a power cut."""
-    with path.open("wb") as file:
+    """Write a new file, whose bytes, though not yet its name, then survive a power cut.
+
+    What is there goes: a writer that was killed left it, or somebody who knew the name put a link there, and what that
+    leads to is not to be written.
+    """
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
