@@ -202,6 +202,21 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache):
     assert "normgeo" in fails()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, None])
+def test_a_cache_that_others_may_write_is_not_loaded_from(cache, small, monkeypatch, mode):
+    """Where XDG_CACHE_HOME is in /tmp, say, somebody else may have made it before."""
+    folder = compiling.compiled(small).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if mode is not None:
+        folder.chmod(mode)
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(OSError, match="others may write there, and what they write would be run"):
+        compiling.compiled(small)
+
+
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:0], lambda b: b[:5000], lambda b: b[:-1], lambda b: b[:9000] + b"\1" + b[9001:]]
 )

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
 
     Raises:
         RuntimeError: there is no compiler, or it fails, or NORMGEO_KERNELS=0 says to do without.
-        OSError: the cache cannot be written.
+        OSError: the cache cannot be written, or others than this user may write it.
     """
     if os.environ.get("NORMGEO_KERNELS") == "0":
         raise RuntimeError("NORMGEO_KERNELS=0")
@@ -56,10 +57,11 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     key = "\0".join([*texts, *FLAGS, *flags, _version(compiler), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if (path := _whole(folder, name)) is not None:
-        return path
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_own(folder)
+        if (path := _whole(folder, name)) is not None:
+            return path
         with _alone(folder / f".{name}.lock"):
             return _whole(folder, name) or _built(folder, name, compiler, source, flags)
     except OSError as error:
@@ -71,6 +73,18 @@ def failed(reason: str, instead: str = "computes norms in torch") -> None:
     if os.environ.get("NORMGEO_KERNELS") != "0" and reason not in _said:
         _said.add(reason)  # before the warning, which may be an error
         warnings.warn(f"normgeo {instead}, which is slower: {reason}", stacklevel=3)
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a cache that others than this user and root may write: what is loaded from it does what they want.
+
+    Raises:
+        OSError: it is such a one.
+    """
+    about = folder.stat()
+    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        whose = f"it is user {about.st_uid}'s, mode {stat.S_IMODE(about.st_mode):o}"
+        raise OSError(f"others may write there, and what they write would be run: {whose}")
 
 
 def _whole(folder: Path, name: str) -> Path | None:
