@@ -18,9 +18,10 @@ from normgeo import convert, decompress, load_model
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.sharded import convert_sharded
-from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError
+from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError, StoreError
 from normgeo.store.capture import resume_capture
 from normgeo.store.layout import read_record, write_record
+from normgeo.store.objects import storage_at
 from normgeo.store.storage import Disk
 from normgeo.system.files import write_json
 from normgeo.system.folders import whole_directory
@@ -119,6 +120,14 @@ def test_links_in_the_place_of_what_is_written_for_a_while_lead_nowhere(tmp_path
     assert (tmp_path / "own").read_text() == "letters"
     assert (tmp_path / "run.json").lstat().st_size == 3
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["a", "commits", "elsewhere", "lock", "state"]
+
+
+@pytest.mark.parametrize("end", ["", "/prefix"])
+def test_a_key_in_a_url_is_not_repeated(end):
+    """In a message, or in the record of a run, which is handed on."""
+    with pytest.raises(StoreError, match="takes no user and no key") as refused:
+        storage_at(f"s3://key:secret@bucket{end}")
+    assert "secret" not in str(refused.value)
 
 
 def test_what_others_say_does_not_control_the_terminal(capsys):

@@ -84,6 +84,8 @@ class Objects(Storage):
 
     def __init__(self, address: str) -> None:
         self.address = self.absolute = address.rstrip("/")
+        if re.match(r"\w+://[^/]*@", address):  # which messages and the record of the command would repeat
+            raise StoreError("a store's URL takes no user and no key: credentials are taken from the environment alone")
         if not re.fullmatch(r"\w+://[^/]+/.*[^/]", self.address):
             raise StoreError(f"{address} names no place inside a bucket; give s3://bucket/prefix or gs://bucket/prefix")
         if re.search(r"[?#%\\\s]", self.address) or {"", ".", ".."} & set(self.address.split("/")[3:]):
@@ -226,10 +228,8 @@ class Objects(Storage):
 
     def discard(self, folder: str | None = None) -> None:
         """Remove all objects, or those in a folder, but the lock, without which nothing is removed: it is renewed."""
-        if not self._renewed():
-            return
         with self._explained():
-            for page in self._ob.list(self._objects, folder):
+            for page in self._ob.list(self._objects, folder) if self._renewed() else ():
                 self._ob.delete(self._objects, [found["path"] for found in page if found["path"] != "lock"])
 
     @contextmanager
