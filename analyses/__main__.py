@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import analyses
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.system.files import check_folder
-from normgeo.system.progress import printing
+from normgeo.system.progress import plain, printing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,7 +99,7 @@ def run(name: str, options: dict[str, object], out: Path) -> None:
         raise RunError(f"cannot write {out / name}.*: {error.strerror or error}; give another --out") from error
     finally:
         with printing():
-            print(shown(frame))
+            print(plain(shown(frame)))
     with printing():
         print(f"{len(frame)} rows; {out / name}.parquet, .png, .svg")
 
@@ -240,7 +240,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except NormGeoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(plain(f"error: {error}"), file=sys.stderr)
         return 1
     return 0
 

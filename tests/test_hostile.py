@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from forked import NORMGEO, Forked
 from stores import captured
 from zoo import tiny
 
+from analyses import __main__ as command
 from normgeo import convert, decompress, load_model
 from normgeo.angles.runs import RunConfig, resume_run, start_run
 from normgeo.conversion.checkpoint import save
@@ -131,8 +135,19 @@ def test_a_key_in_a_url_is_not_repeated(end):
 
 
 def test_what_others_say_does_not_control_the_terminal(capsys):
-    printer().print("\x1b]0;owned\x07\x1b[31mred\x9b1m, [kept]")
-    assert capsys.readouterr().out == "�]0;owned�[31mred�1m, [kept]\n"
+    printer().print("\x1b]0;owned\x07\x1b[31mred\x9b1m, [kept], \u202eback")
+    assert capsys.readouterr().out == "�]0;owned�[31mred�1m, [kept], �back\n"
+
+
+def test_nor_does_what_an_analysis_prints(tmp_path, monkeypatch, capsys):
+    made = SimpleNamespace(compute=lambda: pd.DataFrame({"model": ["a\x1b[31m"]}), plot=lambda frame: plt.figure())
+    monkeypatch.setattr(command, "importlib", SimpleNamespace(import_module=lambda name: made))
+    command.run("rotation", {}, tmp_path)
+    assert "a�[31m" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["analyses", "rotation", "--run", "b\x1b[31m"])
+    assert command.main() == 1
+    assert "b�[31m" in capsys.readouterr().err
 
 
 DAMAGED = {

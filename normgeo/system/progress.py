@@ -25,11 +25,19 @@ from rich.text import Text
 
 from normgeo.errors import RunError
 
-__all__ = ["meanwhile", "printer", "printing", "progress_bar", "table"]
+__all__ = ["meanwhile", "plain", "printer", "printing", "progress_bar", "table"]
 
 
-CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+TURNS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # the order in which what follows is shown
+CONTROL = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160), *TURNS) if chr(code) not in "\n\t"
+}
 """Characters that a terminal acts on: names, and whatever else files of others say, may hold any."""
+
+
+def plain(text: str) -> str:
+    """Text without characters that a terminal acts on, line ends and tabs aside."""
+    return text.translate(CONTROL)
 
 
 @contextmanager
@@ -61,7 +69,7 @@ class _Printer(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """What is printed, of which only what Rich itself makes controls the terminal."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else text.translate(CONTROL), style, control)
+            yield Segment(text if control else plain(text), style, control)
 
 
 def printer(stderr: bool = False) -> Console:
