@@ -370,7 +370,7 @@ def _check_tokenizer(tokenizer: Any, source: str) -> None:
 def _load_ids(path: Path) -> np.ndarray:
     try:  # not `load`, which would rather unpickle what is no array
         return np.atleast_2d(np.lib.format.open_memmap(path, mode="r"))
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # whatever numpy raises of a header that anybody may have written
         advice = "" if isinstance(error, OSError) else "; give whole numbers as numpy.save does"
         raise DataError(f"cannot read token ids from {path}: {error}{advice}") from error
 

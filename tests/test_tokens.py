@@ -362,7 +362,17 @@ def test_contexts_without_a_token_are_refused(tokenizer, context):
             load_tokens(data, tokenizer, context)
 
 
-@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x93NUMPY\x01\x00"])
+def with_header(said):
+    return b"\x93NUMPY\x01\x00" + len(said).to_bytes(2, "little") + said
+
+
+IDS = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%b, 2)}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not numpy", with_header(b"")[:8], *map(with_header, (b"(", IDS % b"True", IDS % (b"9" * 30), IDS % b"-1"))],
+)
 def test_damaged_npy_files_are_refused(tmp_path, content):
     (tmp_path / "ids.npy").write_bytes(content)
     refused(tmp_path / "ids.npy", None, r"cannot read token ids from .*ids\.npy: (?!.*pickle).*; give whole numbers")
