@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.import_utils import is_peft_available
 
 from normgeo.cards import EMBEDDED, TABLE_1
@@ -51,13 +53,8 @@ ADAPTER = "adapter_config.json"
 """What transformers looks for beside a model, and leaves out where peft is not installed."""
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
 
 DIGITS = re.compile(r"\d+")
 
@@ -104,6 +101,7 @@ def load_model(
         )
     try:
         config, cls = config_and_class(path, options, trust_remote_code)
+        _check_unpickled(path, config, options.get("revision"))
         model = cls.from_pretrained(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options,
             **({"output_loading_info": True} if (told := _tells(cls)) else {}),
@@ -141,6 +139,22 @@ def check_there(name: str | Path, revision: str | None = None, trust_remote_code
         config_and_class(path, options, trust_remote_code)
     except UNLOADABLE as error:
         raise explained(str(name), error) from error
+
+
+def _check_unpickled(path: str, config: PretrainedConfig, revision: str | None) -> None:
+    """Refuse weights that transformers would unpickle though it is told not to, for a checkpoint names them itself.
+
+    Raises:
+        ValueError: its configuration, or the index of its files, names a file that is no safetensors.
+    """
+    named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
+    files = [named]
+    if named.endswith(".index.json"):
+        quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+        index = cached_file(path, named, revision=revision, **quietly)  # without one, one file has all weights
+        files = [] if index is None else json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+    if other := next((file for file in files if not str(file).endswith(".safetensors")), None):
+        raise ValueError(f"{other}, which it names as its weights, is no file of safetensors")
 
 
 def _tells(cls: Any) -> bool:

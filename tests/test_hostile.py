@@ -97,6 +97,23 @@ def test_a_store_that_is_handed_over_does_not_either(home, tmp_path):
         resume_capture(tmp_path / "s", progress=False)
 
 
+@pytest.mark.parametrize("named_by", ["index", "config"])
+def test_what_a_checkpoint_names_itself_is_not_unpickled_either(named_by, tmp_path):
+    """What transformers does not take for safetensors by its name it unpickles, if only what is no code."""
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "adapter_model.bin")
+    if named_by == "index":
+        weights = dict.fromkeys(model.state_dict(), "adapter_model.bin")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    else:
+        raw = json.loads((tmp_path / "config.json").read_text()) | {"transformers_weights": "adapter_model.bin"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"pickled weights are not read: .*adapter_model\.bin, which it names"):
+        load_model(tmp_path)
+
+
 def test_what_a_link_leads_to_is_not_removed_with_what_it_stands_for(tmp_path):
     """As in a training that is handed over, whose curve or next state leads to a directory of one's own."""
     (tmp_path / "own").mkdir()
