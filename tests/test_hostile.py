@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -24,8 +26,10 @@ from normgeo.conversion.checkpoint import save
 from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError, StoreError
 from normgeo.store.capture import resume_capture
+from normgeo.store.check import verify
 from normgeo.store.layout import read_record, write_record
 from normgeo.store.objects import storage_at
+from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.system.files import write_json
 from normgeo.system.folders import whole_directory
@@ -141,6 +145,38 @@ def test_links_in_the_place_of_what_is_written_for_a_while_lead_nowhere(tmp_path
     assert (tmp_path / "own").read_text() == "letters"
     assert (tmp_path / "run.json").lstat().st_size == 3
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["a", "commits", "elsewhere", "lock", "state"]
+
+
+RECORDS = {
+    "store.json": [
+        lambda record: record["layout"]["arrays"][0].update(new=1), lambda record: record["layout"].update(chunk=0),
+        lambda record: record["provenance"].pop("identity"),
+    ],
+    "manifest.json": [lambda record: record.pop("files")],
+    "commits/00000001.json": [lambda record: record.update(new=1), lambda record: record["chunks"].update(a=5)],
+}  # fmt: skip
+
+
+def test_records_of_a_store_by_another_version_are_one_line_each(home, tmp_path):
+    """Or by anybody, with a checksum that is right."""
+    storage = Disk(captured(home, tmp_path / "s", n=100))
+    put = lambda name, content: (storage.path / name).write_bytes(content)  # noqa: E731
+    for name, changes in RECORDS.items():
+        whole = storage.read(name)
+        for change in changes:
+            change(record := read_record(storage, name))
+            write_record(put, name, record)
+            with pytest.raises(StoreError, match=rf"{name} is damaged, or of another version's store"):
+                angles_from_store(tmp_path / "s", null=4, progress=False)
+            with suppress(StoreError):
+                verify(tmp_path / "s", progress=False)
+            (tmp_path / "s" / name).write_bytes(whole)
+    record = read_record(storage, "store.json")
+    record["provenance"]["identity"]["about"]["sites"][0]["new"] = 1
+    write_record(put, "store.json", record | {"status": "running"})
+    shutil.rmtree(tmp_path / "s" / "commits")  # which are of the store as it was
+    with pytest.raises(StoreError, match=r"store\.json is damaged, or of another version's store"):
+        angles_from_store(tmp_path / "s", progress=False)
 
 
 @pytest.mark.parametrize("end", ["", "/prefix"])

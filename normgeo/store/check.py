@@ -17,11 +17,12 @@ from normgeo.store.layout import (
     Commit,
     Layout,
     committed_rows,
-    file_problems,
     read_commit,
+    read_file,
     read_record,
     read_store,
     state_file,
+    understood,
     unread,
 )
 from normgeo.store.objects import storage_at
@@ -48,7 +49,7 @@ def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, l
         return 0, []  # it has just begun, and resuming begins again
     problems, checked = metadata_problems(storage), 0
     for name, sha256 in record.get("results", {}).items():
-        problems += file_problems(storage, name, sha256)
+        problems += _file_problems(storage, name, sha256)
     with progress_bar(
         str(storage), sum(layout.stop(row) - layout.start(row) for row in rows), enabled=progress
     ) as advance:
@@ -83,7 +84,7 @@ def _checks(storage: Storage, layout: Layout, rows: Sequence[int], store: str) -
         for spec in layout.arrays:
             file, sums = f"hidden.zarr/{spec.chunk_file(row)}", commit.chunks[spec.name]
             yield _Check(functools.partial(_chunk_problems, storage, file, *sums), chunks=1)
-        yield _Check(functools.partial(file_problems, storage, state_file(row), commit.state), tokens=tokens)
+        yield _Check(functools.partial(_file_problems, storage, state_file(row), commit.state), tokens=tokens)
 
 
 def check_free(storage: Storage, chunk_bytes: int, *, held: bool = False) -> None:
@@ -129,13 +130,24 @@ def interrupted(storage: Storage) -> dict[str, Any]:
     }
 
 
+def _file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
+    """What is wrong with a file of which the sha256 is known: nothing, or one line."""
+    try:
+        read_file(storage, name, sha256)
+    except StoreError as error:
+        return [str(error)]
+    return []
+
+
 def metadata_problems(storage: Storage) -> list[str]:
     """What is wrong with the files that say what a store is, each with its name."""
     try:
-        sums = read_record(storage, "manifest.json")["files"]
+        record = read_record(storage, "manifest.json")
+        with understood(storage, "manifest.json"):
+            sums = dict(record["files"])
     except StoreError as error:
         return [str(error)]
-    found = storage.each(lambda item: file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
+    found = storage.each(lambda item: _file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())
     return list(itertools.chain.from_iterable(found))
 
 

@@ -23,7 +23,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from zarr.codecs import Crc32cCodec
 from zarr.storage import MemoryStore
 
-from normgeo.errors import StoreError
+from normgeo.errors import StoreError, said
 from normgeo.models import dtype_name
 from normgeo.sites import NormSite
 from normgeo.store.rebuild import Rebuild
@@ -43,8 +44,8 @@ from normgeo.store.storage import Storage
 
 __all__ = [
     "CHUNK_BYTES", "TOKENS", "TRAILER", "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy",
-    "as_torch", "committed_rows", "create", "file_problems", "identity", "put_back", "read_commit", "read_file",
-    "read_log", "read_record", "read_state", "read_store", "state_file", "unread", "write_commit", "write_record",
+    "as_torch", "committed_rows", "create", "identity", "put_back", "read_commit", "read_file", "read_log",
+    "read_record", "read_state", "read_store", "state_file", "understood", "unread", "write_commit", "write_record",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -205,8 +206,20 @@ def read_store(storage: Storage) -> tuple[dict[str, Any], Layout, str]:
     if storage.size("store.json") is None:
         raise StoreError(f"{storage} is no store of hidden states: it has no store.json")
     record = read_record(storage, "store.json")
-    about = {"provenance": record["provenance"]["identity"], "layout": record["layout"]}
-    return record, Layout.from_json(record["layout"]), identity(about)
+    with understood(storage, "store.json"):
+        about = {"provenance": record["provenance"]["identity"], "layout": record["layout"]}
+        layout = Layout.from_json(record["layout"])
+        _ = layout.nbytes  # which all of it is needed for
+    return record, layout, identity(about)
+
+
+@contextmanager
+def understood(storage: Storage, name: str) -> Iterator[None]:
+    """While what a record says is read, for checksums do not tell who wrote it: what cannot be is a StoreError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise StoreError(f"{storage.at(name)} is damaged, or of another version's store ({said(error)})") from error
 
 
 def write_record(
@@ -235,15 +248,6 @@ def read_file(storage: Storage, name: str, sha256: str) -> bytes:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong")
     return content
-
-
-def file_problems(storage: Storage, name: str, sha256: str) -> list[str]:
-    """What is wrong with a file of which the sha256 is known: nothing, or one line."""
-    try:
-        read_file(storage, name, sha256)
-    except StoreError as error:
-        return [str(error)]
-    return []
 
 
 def unread(storage: Storage, name: str, error: OSError) -> str:
@@ -299,10 +303,11 @@ def read_commit(storage: Storage, row: int, store: str) -> Commit:
     """
     file = commit_file(row)
     content = read_record(storage, file)
-    if content["store"] != store or content["row"] != row:
-        raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
-    content["chunks"] = {sys.intern(name): tuple(pair) for name, pair in content["chunks"].items()}
-    return Commit(**content)
+    with understood(storage, file):
+        if content["store"] != store or content["row"] != row:
+            raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
+        chunks = {sys.intern(name): (int(size), int(crc)) for name, (size, crc) in content["chunks"].items()}
+        return Commit(**content | {"chunks": chunks})
 
 
 def read_log(storage: Storage, store: str) -> dict[int, Commit]:

@@ -37,6 +37,7 @@ from normgeo.store.layout import (
     read_log,
     read_record,
     read_store,
+    understood,
 )  # fmt: skip
 from normgeo.store.objects import storage_at
 from normgeo.store.rebuild import Rebuild, standardized
@@ -219,7 +220,8 @@ class HiddenStateStore:
         rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
         self.commit_log: list[Commit] = [self.committed[row] for row in rows]
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
-        self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
+        with understood(self.storage, "store.json"):
+            self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
 
     def __repr__(self) -> str:
         tokens = f"{self.n_tokens:,} of {self.layout.n_tokens:,} tokens"
@@ -322,7 +324,10 @@ class HiddenStateStore:
     def _sums_of_norms(self) -> dict[str, dict[str, str]]:
         """sha256, as the manifest has them, of the files that say what a norm does, by its key and their names."""
         found: dict[str, dict[str, str]] = {}
-        for name, sha256 in read_record(self.storage, "manifest.json")["files"].items():
+        record = read_record(self.storage, "manifest.json")
+        with understood(self.storage, "manifest.json"):
+            files = dict(record["files"])
+        for name, sha256 in files.items():
             if of_norm := re.fullmatch(r"sites/(.+?)/(zarr\.json|gain/.+|bias/.+)", name):
                 found.setdefault(of_norm[1], {})[of_norm[2]] = sha256
         return found
