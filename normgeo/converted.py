@@ -81,7 +81,8 @@ class TiedHead(nn.Linear):
                 f"the vocabulary of {len(self.mean)} tokens was resized to {len(self.weight)}, which a head that is "
                 "tied to centered embeddings does not follow: resize the original, or convert without keeping the tie"
             )
-        return functional.linear(input, self.weight, self.bias) + input.sum(-1, keepdim=True) * self.mean
+        logits = functional.linear(input, self.weight, self.bias)
+        return logits + (input.sum(-1, keepdim=True) * self.mean).to(logits.dtype)  # narrower than these under autocast
 
 
 def put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

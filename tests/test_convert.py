@@ -367,6 +367,9 @@ def test_a_head_that_comes_before_its_table_can_stay_tied(name):
     assert conversion.recipe["heads"]
     ids = torch.arange(3, 17).view(2, 7)
     assert worst_error(float64_copy(model), float64_copy(conversion.model, tied=True), {"input_ids": ids}) < 1e-6
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, expected = (m(input_ids=ids).logits for m in (conversion.model, model))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)  # which looks at the dtype, too
 
 
 def test_what_keeps_a_head_from_staying_tied_is_named():
