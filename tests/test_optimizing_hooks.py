@@ -3,6 +3,8 @@
 import copy
 import functools
 import gc
+import os
+import warnings
 import weakref
 
 import pytest
@@ -68,6 +70,16 @@ def test_nothing_of_a_pass_is_kept(case):
         gc.collect()
         tensors = [value for value in gc.get_objects() if type(value) is Tensor]
         assert not [value for value in tensors if value.ndim == 3 and value.shape[-1] == 32 and not value.requires_grad]
+
+
+def test_a_process_that_is_forked_during_a_pass_of_another_thread_does_not_wait_for_it():
+    turns = optimize(convert(zoo.tiny("gpt2")).model).transformer.ln_f.normgeo_stream.turns
+    with turns.lock, warnings.catch_warnings(action="ignore"):  # from Python 3.12 on: there are threads
+        turns.thread = -1
+        if not (child := os.fork()):
+            os._exit(0 if turns.lock.acquire(timeout=5) and turns.thread is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert turns.thread == -1
 
 
 @torch.no_grad()

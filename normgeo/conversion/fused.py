@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +47,32 @@ class _Reader(NamedTuple):
 
 
 class _Turns:
-    """A lock, which a copy of a model has for itself."""
+    """A lock, and the thread in whose pass it is held. Copies of a model have their own, as have forked processes."""
 
     def __init__(self) -> None:
+        self.begin()
+        TURNS.add(self)
+
+    def begin(self) -> None:
+        """Nobody is in a pass."""
         self.lock = threading.Lock()
+        self.thread: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Turns:
         return _Turns()
+
+
+TURNS = WeakSet[_Turns]()
+
+
+def _forked() -> None:
+    """A thread in a pass while the process forks is not in the child, where another one may go by its number."""
+    for turns in TURNS:
+        turns.begin()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Stream:
@@ -63,8 +84,8 @@ class Stream:
         parts: the children of every module, which are looked at too.
         were: what the modules were, by these and by the forwards of their own.
         refused: options that ask for what would be wrong.
-        turns: whose `lock` is held in a pass.
-        thread: the one in which a pass has begun: at the model, or at whatever part of it was called.
+        turns: whose `lock` is held in a pass, and `thread` the one in which it has begun: at the model, or at whatever
+            part of it was called.
         mode: `watch`: note which norm reads which sum; `exact`: in place, in torch's arithmetic; `fast`: by kernel.
         narrow: whether, under autocast, blocks read what norms give in the narrower dtype anyway.
         given: in which memory the inputs are, which is the caller's.
@@ -92,7 +113,7 @@ class Stream:
 
     def reset(self, *inputs: Any, thread: int | None = None) -> None:
         """Know nothing but the inputs of a pass that begins, or has ended."""
-        self.thread = thread
+        self.turns.thread = thread
         self.given = set(map(_begins, _tensors(inputs)))
         self.last: Tensor | None = None
         self.own: Tensor | None = None

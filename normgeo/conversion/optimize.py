@@ -88,7 +88,8 @@ def _entry(forward: Callable[..., Any], block: bool) -> Callable[..., Any]:
         if is_compiling() or is_tracing():
             raise ConversionError(NO_TRACE)
         stream: Stream = self.normgeo_stream
-        running = stream.thread is not None and stream.thread == get_ident()  # which nothing that traces knows
+        turn = stream.turns.thread
+        running = turn is not None and turn == get_ident()  # which nothing that traces knows
         if block and running:
             return forward(self, *args, **kwargs)
         for option, place in places.items():
