@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from normgeo.norms import CRMSNorm, RMSNorm
 
 __all__ = [
-    "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "held_by", "is_compressed",
-    "keep_hooks", "part_of", "put", "rebuild", "recenter_at", "replaced", "reshape",
+    "OF_WEIGHTS", "PREFIX", "SIZES", "TiedHead", "add_bias", "converted_class", "converted_config", "held_by",
+    "is_compressed", "keep_hooks", "part_of", "put", "rebuild", "recenter_at", "replaced", "reshape",
 ]  # fmt: skip
 
 PREFIX = "normgeo_"
@@ -44,7 +44,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 OF_WEIGHTS = BasePruningMethod, WeightNorm, SpectralNorm
-"""Hooks that make a module's weights, of which a norm in its place has plain ones."""
+"""Hooks that make a module's weights and look at no hidden states; a norm in its place has plain weights."""
 
 SIZES = {
     "in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1, "nx": 0, "nf": 1, "out_channels": 0,

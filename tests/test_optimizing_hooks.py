@@ -12,6 +12,7 @@ import torch
 import zoo
 from torch import Tensor
 from torch.nn.modules import module as global_hooks
+from torch.nn.utils import prune
 
 from normgeo import convert, optimize
 from normgeo.conversion.optimize import fused_norms
@@ -139,6 +140,20 @@ def test_a_stage_in_the_middle_of_the_stream_may_be_looked_at():
         model.transformer.h[1].register_forward_pre_hook(lambda _, args, to=to: to.append(args[0]))
         to.append(model(ids).logits)
     assert close(seen[fused], seen[plain])
+
+
+@torch.no_grad()
+def test_hooks_that_make_weights_are_no_matter_but_on_norms():
+    model = convert(zoo.tiny("gpt_neox")).model
+    block = model.gpt_neox.layers[1]
+    prune.l1_unstructured(block.mlp.dense_4h_to_h, "weight", 0.3)
+    fused, inputs = optimize(copy.deepcopy(model)), example_inputs(model)
+    for weight in (m.gpt_neox.layers[1].mlp.dense_4h_to_h.weight_orig for m in (model, fused)):
+        weight.mul_(2.0)  # which the hook passes on
+    assert close(outputs_of(fused, inputs), outputs_of(model, inputs))
+    prune.l1_unstructured(block.input_layernorm, "weight", 0.3)
+    with pytest.raises(ConversionError, match="RMSNorm has hooks"):
+        optimize(model)
 
 
 # --- hooks that are transformers' own, and everybody's ---------------------------------------------------------------

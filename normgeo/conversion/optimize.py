@@ -26,6 +26,7 @@ from normgeo.conversion.additions import rewritten
 from normgeo.conversion.centering import SIDE
 from normgeo.conversion.fused import NO_GRAD, Stream, added, norm_forward
 from normgeo.conversion.probing import outputs_of, same
+from normgeo.converted import OF_WEIGHTS
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.kernels import norm_ops
@@ -54,9 +55,10 @@ CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of th
 # --- where passes begin ----------------------------------------------------------------------------------------------
 
 
-def _allowed(hook: Any) -> bool:
+def _allowed(hook: Any, module: nn.Module) -> bool:
     return (
         getattr(getattr(hook, "func", None), "__name__", "") in RECENTERS
+        or (isinstance(hook, OF_WEIGHTS) and not hasattr(module, "kernel"))  # gamma is read before they run
         or getattr(hook, "__module__", "") == CAPTURES  # when it captures hidden states, that was asked for and refused
     )
 
@@ -67,7 +69,7 @@ def _hooked(modules: Iterable[nn.Module]) -> str | None:
         return "every module"
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            if hooks and not all(map(_allowed, hooks.values())):
+            if hooks and not all(_allowed(hook, module) for hook in hooks.values()):
                 return type(module).__name__
     return None
 
