@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from test_norm_ops import ROUNDING, drawn
 from test_norms import random_norm
+from torch.utils.checkpoint import checkpoint
 
 from normgeo.kernels import norm_ops
 from normgeo.norms import CRMSNorm, LayerNorm, RMSNorm
@@ -200,6 +202,19 @@ def test_what_is_traced_or_watched_sees_every_operation():
         """A subclass, whose memory may be anywhere."""
 
     assert norm_ops.norm(x.as_subclass(Elsewhere), norm.weight, norm.bias, 1e-5, 0.0, "rmsnorm") is None
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, CRMSNorm])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_checkpoint_that_is_watched_once_is_recomputed(first, cls):
+    """As where the operations of a forward pass are counted, or of a backward pass, and not of the other."""
+    norm, x, seen = random_norm(cls, 8), drawn((3, 8), torch.float32).requires_grad_(), Seen()
+    with seen if first else nullcontext():
+        z = checkpoint(lambda x: norm(x).square(), x, use_reentrant=False).sum()
+    with nullcontext() if first else seen:
+        found = torch.autograd.grad(z, [x, *norm.parameters()])
+    assert "aten.rsqrt.default" in seen.names
+    torch.testing.assert_close(found, torch.autograd.grad(norm.plain(x).square().sum(), [x, *norm.parameters()]))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from normgeo.kernels.plain import is_plain
+from normgeo.kernels.plain import is_plain, modes
 
 __all__ = ["Kernels", "norm"]
 
@@ -38,7 +38,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
         kind: int,
     ) -> Tensor:  # fmt: skip
-        z, scales = kernels.forward(x, weight, bias, eps, offset, kind)
+        z, scales = (_watched if modes() else kernels.forward)(x, weight, bias, eps, offset, kind)
         ctx.save_for_backward(x, weight, scales)
         ctx.set_materialize_grads(False)
         ctx.kernels, ctx.eps, ctx.offset, ctx.kind = kernels, eps, offset, kind
@@ -70,6 +70,28 @@ def _fit(dz: Tensor, x: Tensor, scales: Tensor, gamma: Tensor | None) -> bool:
     return gamma is None or (is_plain(gamma) and gamma.shape == x.shape[-1:])
 
 
+def _scaled(x: Tensor, eps: float, kind: int) -> tuple[Tensor, Tensor]:
+    """What is scaled of x [..., d], in float32, and what each row is multiplied by [..., 1]."""
+    v = x.float()
+    if kind == 0:
+        v = v - v.mean(-1, keepdim=True)
+    square = v.square().sum(-1, keepdim=True)
+    if kind >= 2:
+        square = square + v.sum(-1, keepdim=True).square()
+    return v, torch.rsqrt(square / (x.shape[-1] + (kind == 2)) + eps)
+
+
+def _watched(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, kind: int
+) -> tuple[Tensor, Tensor]:
+    """What `Kernels.forward` gives, in torch's arithmetic, for modes that see every operation."""
+    v, scale = _scaled(x, eps, kind)
+    z = v * scale
+    if weight is not None:
+        z = z * (weight.float() + offset)
+    return (z if bias is None else z + bias.float()).to(x.dtype), scale.flatten()
+
+
 @torch.enable_grad()
 def _in_torch(
     ctx: Any, x: Tensor, weight: Tensor | None, dz: Tensor, needed: tuple[bool, ...], create_graph: bool
@@ -77,13 +99,8 @@ def _in_torch(
     """The gradients of x, gamma and beta in torch's arithmetic, which has gradients itself."""
     # gradients are asked of names for them, behind which nothing is: x may come from this gamma by way of another norm
     x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
-    v = x.float()
-    if ctx.kind == 0:
-        v = v - v.mean(-1, keepdim=True)
-    square = v.square().sum(-1, keepdim=True)
-    if ctx.kind >= 2:
-        square = square + v.sum(-1, keepdim=True).square()
-    z = v * torch.rsqrt(square / (x.shape[-1] + (ctx.kind == 2)) + ctx.eps)
+    v, scale = _scaled(x, ctx.eps, ctx.kind)
+    z = v * scale
     if weight is not None:
         z = z * (weight.float() + ctx.offset)
     wanted = [t for t, is_needed in ((x, needed[0]), (weight, needed[1])) if is_needed and t is not None]

@@ -190,9 +190,11 @@ def on_cuda(device: torch.device | None = None) -> Any:
 def takes(x: Tensor) -> bool:
     """Whether there is a kernel for this input as things are: not in float64, nor while it is traced or transformed.
 
-    What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it.
+    What is compiled is better off with the plain arithmetic, which the compiler fuses with what is around it. With
+    gradients on a CPU, a mode that sees every operation changes what is computed by, but not what is kept: a checkpoint
+    may be recomputed under other modes than it was computed.
     """
-    if not is_plain(x):
+    if not is_plain(x, watched=x.is_cpu and is_grad_enabled()):
         return False
     if x.is_cpu:
         return norm_gradients.loaded() is not None if is_grad_enabled() else loaded().compiled
