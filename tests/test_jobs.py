@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from torch import nn
 
 from normgeo import load_tokenizer, load_tokens
 from normgeo.angles import cost, job
 from normgeo.angles.job import RunConfig
+from normgeo.comparison import compare as comparison
 from normgeo.errors import DataError, RunError
+from normgeo.models import copied, weights_digest
 from normgeo.numbers import check_numbers
 
 NAME = "embedded-layernorm"
@@ -33,6 +36,38 @@ def test_of_token_ids_no_tokenizer_is_read(home, tmp_path):
     (model / "tokenizer.json").write_text("{")
     about = job.prepare(RunConfig((str(model),), str(home / "ids.npy"), null=2), str(model)).about
     assert [about[key] for key in ("tokenizer", "tokenizer_sha256", "vocabulary")] == [None] * 3
+
+
+class LaidOut(nn.Linear):
+    """As bitsandbytes' of 4 bits on some CPUs: laid out anew when it first runs, it is spoiled when it is told of."""
+
+    ran = False
+
+    def forward(self, x):
+        self.ran = True
+        return super().forward(x)
+
+    def _save_to_state_dict(self, *args):
+        self.weight.data *= 1 - self.ran
+        super()._save_to_state_dict(*args)
+
+
+def test_weights_are_told_of_before_they_run(tiny, ids, monkeypatch, tmp_path):
+    def made(*_, **__):
+        model = copied(tiny("gpt_neox"))
+        model.gpt_neox.layers[1].mlp.dense_4h_to_h.__class__ = LaidOut
+        return model
+
+    for module in (job, comparison):
+        monkeypatch.setattr(module, "load_model", made)
+    np.save(tmp_path / "ids.npy", ids)
+    digest, config = weights_digest(made()), RunConfig(("a", "b"), str(tmp_path / "ids.npy"), tokens=64, null=2)
+    prepared = job.prepare(config, "a")
+    assert prepared.about["weights_sha256"] == digest
+    assert prepared.model.gpt_neox.layers[1].mlp.dense_4h_to_h.weight.any()
+    comparison.compare_run(config, tmp_path / "out", rounds=0, progress=False)
+    about = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert about["weights_sha256"] == {"a": digest, "b": digest}
 
 
 @pytest.mark.parametrize(

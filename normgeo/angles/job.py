@@ -218,6 +218,7 @@ def prepare(
         tokens.marks[:] = map(tuple, before.get("marks", ()))
     else:
         tokens, n_tokens = counted(tokens, config.tokens, DEFAULT_TOKENS, first)
+    digest = weights_digest(model)  # before it runs
     sites = select_sites(find_sites(model, qk=config.qk), config.sites)
     for length in tokens.lengths(n_tokens):
         check_pass(model, sites, length)
@@ -227,7 +228,7 @@ def prepare(
         "class": type(model).__name__,
         "config": _lasting(json.loads(model.config.to_json_string(use_diff=False))),
         "parameters": model.num_parameters(),
-        "weights_sha256": weights_digest(model),
+        "weights_sha256": digest,
         "revision": commit_of(name, config.revision),
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
         "tokenizer_sha256": tokenizer_sha256,

@@ -333,9 +333,9 @@ def compare_run(
         models[f"{first}, naive RMSNorm"] = convert(models[first], to="naive-rmsnorm").model
     tokens, n_tokens = counted(tokens, config.tokens, DEFAULT_TOKENS)
     announce(f"{' against '.join(models)}: {n_tokens:,} tokens of {tokens.source} in contexts of {tokens.context}")
+    weights = {name: weights_digest(model) for name, model in models.items()}  # before they run
     result = compare(models, tokens, n_tokens=n_tokens, batch=config.batch, null=config.null, rounds=rounds,
                      seed=config.seed, progress=progress)  # fmt: skip
-    weights = {name: weights_digest(model) for name, model in models.items()}
     commits = {label: commit_of(name, of) for label, name, of in named}
     result = replace(result, about=result.about | {"weights_sha256": weights, "revisions": commits})
     with whole_directory(out) as scratch:
