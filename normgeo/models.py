@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from normgeo.errors import ModelError, first_line
@@ -38,6 +39,7 @@ __all__ = [
     "on_cpu",
     "out_of_memory",
     "pick_dtype",
+    "plain_parts",
     "seeded",
     "shared_copy",
     "tokenizer_digest",
@@ -323,13 +325,27 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """sha256 over the names, dtypes, shapes and bytes of every parameter and persistent buffer."""
+    """sha256 over the names, dtypes, shapes and bytes of every parameter and persistent buffer.
+
+    Take it before the model runs: some quantized weights are laid out anew in a forward pass, and to tell of them after
+    that (`state_dict`) changes what they compute.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.device.type != "meta" and tensor.numel():
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for part in plain_parts(tensor):
+            if part.device.type != "meta" and part.numel():
+                digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors in memory that one is made of: itself, or of a quantized one its integers, scales and zeros."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -20,6 +20,7 @@ from normgeo.agreement import Agreement
 from normgeo.comparison import compare as comparison
 from normgeo.comparison import outputs
 from normgeo.errors import ModelError, NormGeoError
+from normgeo.models import weights_digest
 from normgeo.tokens import TokenStream
 
 
@@ -263,6 +264,7 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return args[0]
+        assert func not in (torch.ops.aten.view.default, torch.ops.aten.view.dtype), "of no other shape"
         return func(*tree_map_only(cls, lambda x: x.data_ * x.scale, args), **(kwargs or {}))
 
 
@@ -277,6 +279,9 @@ def test_the_memory_of_quantized_weights_is_what_they_take(ids):
     result = compare({"a": zoo.tiny("gpt_neox"), "packed": packed, "dynamic": dynamic}, ids[:1, :8], **QUICK)
     saved = [0, 3 * 32 * 64 - 4, 3 * sum(module.weight.numel() for module in linears)]
     assert result.frame["bytes"].tolist() == [whole - less for less in saved]
+    before = weights_digest(packed)
+    linear.weight.scale.mul_(2)  # whose bytes are told apart, not what they stand for
+    assert weights_digest(packed) != before
     lstm = quantization.quantize_dynamic(nn.Sequential(nn.LSTM(64, 64)), {nn.LSTM}, torch.qint8)
     assert 2 * 64 * 256 <= comparison._memory(lstm) < 3 * 64 * 256  # whose packed weights are held by what is packed
 

@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -32,7 +31,7 @@ from normgeo.converted import is_compressed
 from normgeo.errors import DataError, NormGeoError, RunError
 from normgeo.examples import max_context
 from normgeo.loading import commit_of, label_of, load_model, load_tokenizer
-from normgeo.models import dtype_name, on_cpu, usable_device, weights_digest
+from normgeo.models import dtype_name, on_cpu, plain_parts, usable_device, weights_digest
 from normgeo.numbers import check_numbers
 from normgeo.sites import find_sites
 from normgeo.stream import check_context, forward, vocabulary
@@ -218,11 +217,7 @@ def _bytes(held: Any) -> int:
     if type(held) is torch.ScriptObject:
         has_state = held._has_method("__getstate__")  # pyright: ignore
         return sum(map(_bytes, tree_leaves(held.__getstate__()))) if has_state else 0
-    if not isinstance(held, Tensor):
-        return 0
-    if not is_traceable_wrapper_subclass(held):
-        return held.nbytes
-    return sum(_bytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
+    return sum(part.nbytes for part in plain_parts(held)) if isinstance(held, Tensor) else 0
 
 
 def _times(
