@@ -26,7 +26,7 @@ from transformers.utils.import_utils import is_peft_available
 from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError, first_line
-from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
+from normgeo.models import TwinConfig, TwinLMHeadModel, dtype_name, out_of_memory, pick_dtype, usable_device
 
 __all__ = [
     "ADAPTER",
@@ -111,6 +111,7 @@ def load_model(
     if told:
         model, found = model
         _check_complete(str(name), model, found)
+    _warn_if_unpacked(str(name), config, model)
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if type(config).model_type.startswith(PREFIX) and cls is not TwinLMHeadModel:
         saved_elsewhere(model)
@@ -179,6 +180,18 @@ def _check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) ->
     if missing:
         warnings.warn(f"{name} is loaded with random numbers where {_counted(missing)} not stored", stacklevel=3)
     warn_of_more(name, model, found["unexpected_keys"])
+
+
+def _warn_if_unpacked(name: str, config: Any, model: PreTrainedModel) -> None:
+    """Warn of quantized weights that transformers made plain numbers of, as it does where it cannot run them."""
+    stored = getattr(config, "quantization_config", None)
+    if stored and not getattr(model.config, "quantization_config", None):
+        method = getattr(stored, "quant_method", None) or stored["quant_method"]
+        warnings.warn(
+            f"{name} is stored quantized ({method}), and is loaded as plain {dtype_name(model.dtype)}: it computes as "
+            "that, and takes its memory and time, unlike where it runs quantized",
+            stacklevel=3,
+        )
 
 
 def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -> None:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import RobertaConfig, RobertaModel
 from zoo import CONFIGS, tiny
 
@@ -86,6 +88,23 @@ def test_an_adapter_alone_is_no_model_and_is_not_left_out_beside_one(tmp_path, m
     monkeypatch.setattr("normgeo.loading.is_peft_available", lambda: False)
     with pytest.raises(ModelError, match="which would be left out: install peft, or merge it"):
         load_model(tmp_path)
+
+
+def test_quantized_weights_that_are_loaded_as_plain_numbers_are_said(tmp_path):
+    """As those of 8 bits of a floating point are where there is no GPU."""
+    method = {"quant_method": "fp8", "weight_block_size": [8, 8], "dequantize": True}
+    model = tiny("gpt_neox")
+    model.save_pretrained(tmp_path)
+    weights, linears = load_file(tmp_path / "model.safetensors"), re.compile(r".*layers.*(dense|value).*weight")
+    for name in filter(linears.fullmatch, list(weights)):
+        weights[f"{name}_scale_inv"] = torch.full([size // 8 for size in weights[name].shape], 2.0)
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    with pytest.warns(UserWarning, match=r"is stored quantized \(fp8\), and is loaded as plain float32: it computes"):
+        loaded = load_model(tmp_path)
+    torch.testing.assert_close(loaded.state_dict()[name], 2 * model.state_dict()[name], rtol=0.1, atol=0.01)
 
 
 def test_code_of_others_is_not_run_unless_asked(tmp_path):
