@@ -223,8 +223,12 @@ def test_names_that_are_not_the_models_are_refused(tmp_path):
     with pytest.raises(ConversionError, match=r"it has no model.decoder.layers.0.fc1.bias, nor 0 others"):
         convert_sharded(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    config = json.loads((tmp_path / "in" / "config.json").read_text()) | {"quantization_config": {"quant_method": "q"}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))  # whose tensors are named otherwise
+    with pytest.raises(ConversionError, match="by shard: its weights are quantized: load it without"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
     (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
+    tiny("opt").config.save_pretrained(tmp_path / "none")
     with pytest.raises(ConversionError, match="no safetensors"):
         convert_sharded(tmp_path / "none", tmp_path / "out")
 

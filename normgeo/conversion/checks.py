@@ -15,13 +15,16 @@ from normgeo.norms import CRMSNorm, RMSNorm
 from normgeo.trace import is_leaf
 
 __all__ = [
-    "check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted", "check_weights"
+    "REMEDY", "check_convertible", "check_inputs", "check_options", "check_trainable", "check_unconverted",
+    "check_weights",
 ]  # fmt: skip
 
 REMEDY = {
-    "quantization_config": "its weights are quantized: load it without quantization",
+    "quantization_config": "its weights are quantized: load it without quantization, or what it was made of; convert "
+    "that, and quantize what comes of it",
     "peft_config": "it has adapters that are not merged: call merge_and_unload() first",
 }
+"""What to do about an attribute that a model or its configuration has."""
 
 
 def check_options(

@@ -27,6 +27,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from normgeo.conversion.centering import center_writers
 from normgeo.conversion.checkpoint import check_read, describe, write_config
+from normgeo.conversion.checks import REMEDY
 from normgeo.conversion.companions import copy_companions
 from normgeo.conversion.convert import Conversion, convert
 from normgeo.conversion.gauge import Gauge, find_gauge
@@ -141,7 +142,7 @@ def convert_sharded(
     """
     try:
         config, cls = config_and_class(str(source), {}, trust_remote_code)
-        _check_unconverted(source, config)
+        _check_configuration(source, config)
         deep = empty_model(cls, config)
         shards = Shards(source, deep)
         loaded: torch.dtype = dtype or getattr(config, "dtype", None) or shards.dtype  # before any is left out
@@ -173,8 +174,13 @@ def convert_sharded(
     return done
 
 
-def _check_unconverted(source: Path, config: PretrainedConfig) -> None:
-    """Refuse a checkpoint that was written here: its recipe names layers that a shallow copy does not have."""
+def _check_configuration(source: Path, config: PretrainedConfig) -> None:
+    """Refuse quantized weights, and a checkpoint that was written here.
+
+    Its recipe names layers that a shallow copy does not have.
+    """
+    if getattr(config, "quantization_config", None):  # whose tensors have other names and shapes than the model's
+        raise ConversionError(f"{source} cannot be converted by shard: {REMEDY['quantization_config']}")
     if not str(config.model_type).startswith(PREFIX) or not hasattr(config, "normgeo"):
         return  # a Pre-LN model that was trained as a converted one has a recipe, but a plain model's type
     if config.normgeo.get("to") == "crmsnorm":
