@@ -172,17 +172,26 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def _levels(x: Tensor, y: Tensor) -> bool:
-    """Whether tokens' vectors x [..., d] of different lengths come out of a function, as y, all of one length."""
+    """Whether tokens' vectors x [..., d] of different lengths come out of a function, as y, all of one length.
+
+    Where activations are quantized it is their largest numbers, or all that they range over, that become the same.
+    """
     if x.shape != y.shape or x.ndim not in (2, 3) or x.shape[-1] < 4 or not y.is_floating_point():
         return False
     if x.numel() < 3 * x.shape[-1]:
         return False
     try:
-        lengths = [z.float().norm(dim=-1) for z in (x, y)]
-        before, after = (float(length.std() / length.mean()) for length in lengths)
+        low, high = y.float().aminmax(dim=-1)
+        sizes = x.float().norm(dim=-1), y.float().norm(dim=-1), torch.maximum(-low, high), high - low
+        before, after, largest, range_ = (float(size.std() / size.mean()) for size in sizes)
     except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
         return False
-    return before > 1e-3 and after < 0.1 * before
+    return before > 1e-3 and after < min(0.1 * before, largest, range_)
+
+
+def _rounds(x: Tensor, y: Tensor) -> bool:
+    """Whether y are the numbers of x, but for what quantizing them and back leaves out."""
+    return x.numel() == y.numel() and bool((x.flatten() - y.flatten()).norm() < 0.1 * x.norm())
 
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
@@ -252,7 +261,7 @@ class _Functions(TorchFunctionMode):
         elif name in MODULATES | SCALES and len(given) == 1:
             if name in MODULATES:
                 self._is_made_of(out, given[0])
-            if name in SCALES and _levels(given[0], out):
+            if name in SCALES and _levels(given[0], out) and not any(_rounds(x, out) for x in owner.inputs):
                 self._norm(name, out, None)
 
     def _norm(self, name: str, out: Tensor, found: tuple[Tensor, FunctionNorm] | None) -> None:

@@ -31,11 +31,18 @@ WRITTEN = {
     "group_norm": lambda x, gain: functional.group_norm(x.flatten(0, 1), 1).view_as(x),
 }
 
+
+def uneven(x):
+    return x * torch.logspace(0, 3, x.shape[-2])[:, None]
+
+
 OTHERS = {
     "a gate": lambda x, gain: x * torch.rsqrt(1 + x[..., :1].square()),
     "a scale": lambda x, gain: x * 3 + gain,
     "a softmax": lambda x, gain: x.softmax(-1) * gain,
     "heads": lambda x, gain: functional.normalize(x.unflatten(-1, (4, -1)), dim=-1).flatten(2),
+    "quantized": lambda x, gain: uneven(x) / uneven(x).abs().amax(-1, keepdim=True),
+    "quantized from the least": lambda x, gain: uneven(x) / (uneven(x).amax(-1, True) - uneven(x).amin(-1, True)),
     "what was level": lambda x, gain: functional.one_hot(x.argmax(-1), D) * x.new_tensor(2.0),
 }
 
@@ -85,6 +92,20 @@ def test_what_cannot_be_measured_is_said(how, block):
 @pytest.mark.parametrize("how", list(OTHERS))
 def test_what_is_no_norm_is_not_said_to_be_one(how, block):
     assert [site.name for site in find_sites(model(block(OTHERS[how])))] == ["module.2"]
+
+
+class Rounded(nn.Linear):
+    """It computes with activations of 8 bits a number."""
+
+    def forward(self, x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return super().forward((x / step).round() * step)
+
+
+def test_what_is_quantized_and_back_behind_a_norm_is_not_said_to_be_one():
+    """It is of one length again."""
+    made = model(nn.LayerNorm(D), Rounded(D, D))
+    assert [site.name for site in find_sites(made)] == ["module.1", "module.3"]
 
 
 class Pooled(nn.Module):
