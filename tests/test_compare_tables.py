@@ -4,6 +4,7 @@ import json
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -279,6 +280,11 @@ def test_the_memory_of_quantized_weights_is_what_they_take(ids):
     result = compare({"a": zoo.tiny("gpt_neox"), "packed": packed, "dynamic": dynamic}, ids[:1, :8], **QUICK)
     saved = [0, 3 * 32 * 64 - 4, 3 * sum(module.weight.numel() for module in linears)]
     assert result.frame["bytes"].tolist() == [whole - less for less in saved]
+    linear.weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)  # as bitsandbytes'
+    state = SimpleNamespace(scale=torch.ones(64), nested=[{"scale": torch.ones(2)}], same=linear.weight.data)
+    linear.weight.quant_state, state.again, linear.weight.module = state, state, linear
+    assert comparison._memory(packed) == whole - 3 * 32 * 64 + 4 * (64 + 2)
+    linear.weight = nn.Parameter(Packed(torch.randn(64, 32)), requires_grad=False)
     before = weights_digest(packed)
     linear.weight.scale.mul_(2)  # whose bytes are told apart, not what they stand for
     assert weights_digest(packed) != before

@@ -6,10 +6,11 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib.figure
@@ -17,6 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -206,7 +208,22 @@ def _memory(model: nn.Module) -> int:
     """The memory of all weights: also of those packed for a kernel, as many bytes as they are when unpacked."""
     held = {id(value): value for module in model.modules() for value in vars(module).values()}
     packed = [value for value in held.values() if type(value) is torch.ScriptObject]
-    return sum(map(_bytes, [*model.parameters(), *model.buffers(), *packed]))
+    weights, seen = [*model.parameters(), *model.buffers()], set[int]()
+    plain = (weight for weight in weights if not is_traceable_wrapper_subclass(weight))  # of others all is known
+    scales = [x for w in plain for x in _within(vars(w), seen) if x.data_ptr() != w.data_ptr()]
+    return sum(map(_bytes, [*weights, *packed, *scales]))
+
+
+def _within(held: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in what hangs on a weight, each once: bitsandbytes' have an object there that has their scales."""
+    for leaf in tree_leaves(held):
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif not isinstance(leaf, (nn.Module, type, ModuleType)):
+            yield from _within(getattr(leaf, "__dict__", {}), seen)
 
 
 def _bytes(held: Any) -> int:
