@@ -217,18 +217,18 @@ def test_a_decoders_final_norm_is_of_the_decoder():
 class Quantized(nn.Linear):
     """As a library's."""
 
-    __module__ = "torchao.linear"
 
-
-def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line():
+def test_norms_that_are_compiled_or_quantized_by_themselves_are_one_line(monkeypatch):
     model = tiny("gpt2")
     model.transformer.ln_f = torch.compile(model.transformer.ln_f, backend="eager")
     with pytest.raises(ConversionError, match=r"transformer\.ln_f is compiled by itself: put its _orig_mod there"):
         convert(model)
     quantized = tiny("gpt_neox")
     quantized.gpt_neox.layers[0].mlp.dense_h_to_4h = Quantized(32, 64)
-    with pytest.raises(ConversionError, match=r"mlp\.dense_h_to_4h is a torchao\.linear\.Quantized; convert it before"):
-        convert(quantized)
+    for library in ("torchao", "optimum.quanto"):
+        monkeypatch.setattr(Quantized, "__module__", f"{library}.linear")
+        with pytest.raises(ConversionError, match=rf"mlp\.dense_h_to_4h is of {library}\.linear\.Quantized; convert"):
+            convert(quantized)
 
 
 def test_a_model_without_its_weights_is_one_line():

@@ -26,6 +26,9 @@ REMEDY = {
 }
 """What to do about an attribute that a model or its configuration has."""
 
+QUANTIZING = "torch.ao.nn.", "torch.nn.quantized.", "torchao.", "optimum.quanto."
+"""How the names of Python's modules begin whose classes quantize their weights, some only as they run."""
+
 
 def check_options(
     to: str, *, keep_tie: bool = False, padded: bool = False, trainable: bool = False, fold_affine: bool = False
@@ -94,9 +97,9 @@ def check_weights(model: PreTrainedModel) -> None:
     check_model(model)
     name = type(model).__name__
     for module_name, module in model.named_modules():
-        if type(module).__module__.startswith(("torch.ao.nn.", "torch.nn.quantized.", "torchao.")):
+        if type(module).__module__.startswith(QUANTIZING):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise ConversionError(f"{name} has no plain weights: {module_name} is a {kind}; convert it before that")
+            raise ConversionError(f"{name} has no plain weights: {module_name} is of {kind}; convert it before that")
     for parameter_name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ConversionError(
