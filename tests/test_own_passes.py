@@ -7,7 +7,7 @@ from blocks import IDS, Block, D, built
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from zoo import perturb
+from zoo import perturb, tiny
 
 from normgeo import convert, find_gauge, find_sites, wrap
 from normgeo.conversion.trainable import bake
@@ -182,6 +182,27 @@ def test_weights_that_have_no_gradients_have_no_gauge():
     assert len(find_sites(wrap(module))) == 1
     with pytest.raises(ConversionError, match=r"2\.weight is torch\.int8; load it unpacked"):
         find_gauge(wrap(module))
+
+
+class Adapted(nn.Module):
+    """A matrix with a smaller one beside it that is called as a user likes, as by peft."""
+
+    def __init__(self, linear, name):
+        super().__init__()
+        self.base, self.lora_A = linear, nn.ModuleDict({name: nn.Linear(linear.in_features, linear.out_features)})
+
+    def forward(self, x):
+        return self.base(x) + next(iter(self.lora_A.values()))(x)
+
+
+@pytest.mark.parametrize("name", ["attn", "cross_attention", "mix", "temporal-qa"])
+def test_roles_are_not_read_off_the_names_of_adapters(name):
+    model = tiny("gpt_neox")
+    for layer in model.gpt_neox.layers:
+        layer.mlp.dense_h_to_4h = Adapted(layer.mlp.dense_h_to_4h, name)
+        layer.attention.query_key_value = Adapted(layer.attention.query_key_value, name)
+    roles = [site.role for site in find_sites(model)]
+    assert roles == [*["attention", "mlp"] * len(model.gpt_neox.layers), "final"]
 
 
 class Long(Block):
