@@ -53,6 +53,9 @@ def test_checkpoints_are_found_wherever_they_are(twins, tmp_path):
     (tmp_path / "hf/checkpoint-20/config.json").rename(tmp_path / "hf/checkpoint-20/trainer_state.json")
     with pytest.warns(UserWarning, match="checkpoint-20 holds weights and no config.json: it is left out"):
         assert [p.step for p in find_checkpoints(tmp_path / "hf")] == [3]
+    (tmp_path / "hf/checkpoint-20/adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="holds an adapter that is not merged"):
+        find_checkpoints(tmp_path / "hf")
 
 
 def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 
 from normgeo.errors import ModelError
 from normgeo.hub import revisions
+from normgeo.loading import ADAPTER
 
 __all__ = ["Checkpoint", "find_checkpoints", "is_on_hub"]
 
@@ -130,5 +131,7 @@ def _with_configuration(folder: Path) -> Iterator[Path]:
         elif "config.json" in files:
             yield Path(name)
         elif STEP.fullmatch(Path(name).name) and any(file.endswith(".safetensors") for file in files):
-            warnings.warn(f"{name} holds weights and no config.json: it is left out", stacklevel=2)
+            adapter = ADAPTER in files
+            held = "an adapter that is not merged (merge_and_unload)" if adapter else "weights and no config.json"
+            warnings.warn(f"{name} holds {held}: it is left out", stacklevel=2)
         seen.add(home)
