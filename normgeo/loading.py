@@ -186,7 +186,7 @@ def _warn_if_unpacked(name: str, config: Any, model: PreTrainedModel) -> None:
     """Warn of quantized weights that transformers made plain numbers of, as it does where it cannot run them."""
     stored = getattr(config, "quantization_config", None)
     if stored and not getattr(model.config, "quantization_config", None):
-        method = getattr(stored, "quant_method", None) or stored["quant_method"]
+        method = stored.get("quant_method") if isinstance(stored, dict) else type(stored).__name__
         warnings.warn(
             f"{name} is stored quantized ({method}), and is loaded as plain {dtype_name(model.dtype)}: it computes as "
             "that, and takes its memory and time, unlike where it runs quantized",
