@@ -336,7 +336,7 @@ def stream(
                     f"rows begin or end with the padding token {pad}, whose hidden states count like all others; give "
                     "contexts without padding", stacklevel=2,
                 )  # fmt: skip
-            with torch.inference_mode(), in_memory(model, batch):  # not around the yield, which is others' code
+            with torch.no_grad(), in_memory(model, batch):  # not around the yield, which is others' code
                 for sink in sinks:
                     sink.begin(batch)
                 with now.begun(names):

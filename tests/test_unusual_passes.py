@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 from zoo import by_type, tiny
 
-from normgeo import convert, find_sites, measure_angles, observe, wrap
+from normgeo import compare, convert, find_sites, measure_angles, observe, wrap
 from normgeo.angles import ensemble
 from normgeo.angles.measure import new_statistics
 from normgeo.errors import ModelError
@@ -265,3 +265,27 @@ def test_a_model_that_fails_in_half_precision_is_to_be_tried_in_single():
         blind.module.said = said
         with pytest.raises(ModelError, match=f"failed on .* {said}; {then}"):
             check_pass(blind, [], 4)  # all of it is as wide
+
+
+class Turning(nn.Module):
+    """It keeps what it has computed for the longest sequence so far, as code for rotary positions does."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.norm, self.head = torch.ones(0, 1), nn.LayerNorm(8), nn.Linear(8, 48)
+        self.table = nn.Embedding(48, 8)
+
+    def forward(self, ids):
+        if ids.shape[1] > len(self.kept):
+            self.kept = torch.arange(float(ids.shape[1]))[:, None].cos()
+        return self.head(self.norm(self.table(ids) * self.kept[: ids.shape[1]]))
+
+
+def test_what_a_pass_leaves_in_a_model_is_trained_on():
+    """Of tensors made in inference mode there are no gradients."""
+    ids, models = torch.from_numpy(IDS) % 48, {name: wrap(Turning()) for name in "ab"}
+    measure_angles(models["a"], ids[:, :12], null=0, progress=False)
+    models["a"](ids[:, :12])["logits"].sum().backward()
+    compare(models, ids, null=0, rounds=1, progress=False)
+    for model in models.values():
+        model(ids)["logits"].sum().backward()

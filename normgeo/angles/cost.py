@@ -44,7 +44,7 @@ def _memory(model: PreTrainedModel) -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: int) -> str:
     """Time (from the second of two batches), memory (of the process so far) and disk (bytes), in words."""
     ids = np.full((max(1, min(batch, n_tokens // context)), context), 1)

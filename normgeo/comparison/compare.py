@@ -260,7 +260,7 @@ def _times(
 
 def _timed(model: PreTrainedModel, chunk: TokenBatch) -> float:
     """Seconds of one forward pass."""
-    with torch.inference_mode():
+    with torch.no_grad():
         return took(lambda: forward(model, chunk, vocabulary(model)), *devices(model))
 
 

@@ -29,7 +29,7 @@ in half precision a model that could be one must know how to generate too."""
 
 def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, Tensor]:
     """What a model gives for each token, and whether that is its logits or its last hidden states."""
-    with torch.inference_mode(), own_errors(model), in_memory(model, batch):
+    with torch.no_grad(), own_errors(model), in_memory(model, batch):
         result = forward(model, batch, vocabulary(model))
     kind = next((k for k in ("logits", "last_hidden_state") if isinstance(_part(result, k), Tensor)), None)
     if kind is None:
@@ -54,7 +54,7 @@ def _output(name: str, model: PreTrainedModel, batch: TokenBatch) -> tuple[str, 
 def _by_token(model: PreTrainedModel, batch: TokenBatch, kind: str) -> bool:
     """Whether scores are one for each token, and not classes of the whole: of fewer tokens there are fewer."""
     ids = batch.ids[:1, :-1] if batch.ids.shape[1] > 1 else np.repeat(batch.ids[:1], 2, axis=1)
-    with torch.inference_mode(), own_errors(model):
+    with torch.no_grad(), own_errors(model):
         return _part(forward(model, TokenBatch(ids, ids, 0), vocabulary(model)), kind).shape == ids.shape
 
 
