@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from normgeo.errors import ModelError
-from normgeo.models import copied
+from normgeo.models import copied, whole
 
 __all__ = ["Behaviour", "Kind", "behaviour_of"]
 
@@ -161,8 +161,8 @@ def _without_hooks(module: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
         instead |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
         made = (value for value in vars(part).values() if isinstance(value, Tensor))
         instead |= {id(value): value.detach().to(dtype) if value.is_floating_point() else value for value in made}
-    spread: list[Any] = [p for p in module.parameters() if hasattr(p, "full_tensor")]
-    return instead | {id(p): nn.Parameter(p.full_tensor().detach(), requires_grad=False) for p in spread}
+    spread = [p for p in module.parameters() if hasattr(p, "full_tensor")]
+    return instead | {id(p): nn.Parameter(whole(p.detach()), requires_grad=False) for p in spread}
 
 
 def _fits_any(module: nn.Module, x: Tensor) -> bool:

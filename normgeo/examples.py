@@ -16,7 +16,7 @@ from normgeo.errors import ModelError
 
 __all__ = [
     "TIMES", "example", "example_inputs", "first_attribute", "image_shape", "max_context", "patch_size",
-    "several_inputs",
+    "processes_of", "several_inputs",
 ]  # fmt: skip
 
 TIMES = (2, 7, 16)
@@ -57,6 +57,11 @@ def max_context(model: PreTrainedModel) -> int | None:
     return longest
 
 
+def processes_of(model: nn.Module) -> int:
+    """Among how many processes a model's weights are divided (DTensor); 1 where they are whole."""
+    return max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
+
+
 def several_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Inputs of several lengths up to the longest that the model takes, each with its own random content.
 
@@ -73,7 +78,8 @@ def example_inputs(
     """A small random input that the model accepts, made from its configuration: two sequences of `time` tokens.
 
     Of 7 tokens, unless said, of fewer where the model has positions for fewer, and of a whole window where it pads to
-    one (Longformer): gradients of padding are NaN.
+    one (Longformer): gradients of padding are NaN. Of somewhat more where its weights lie with several processes, which
+    may divide a sequence too, and then into equal parts.
 
     Made are the main input, everything else that the forward pass requires, the other modality of a model that reads
     two side by side or compares them, and, unless `cross` is off, an encoder's hidden states for a decoder alone that
@@ -86,6 +92,8 @@ def example_inputs(
     if time is None:
         window = getattr(config, "attention_window", None) or 7
         longest = max(7, *window) if isinstance(window, (list, tuple)) else max(7, window)
+        even = processes_of(model)
+        longest = -(-longest // even) * even
         time = min(longest, max_context(model) or longest)
     names = _names(model, cross=cross)
     places = config.latent_query_num if "image_embeds_position_mask" in names else 0  # of an image, before the text

@@ -46,6 +46,7 @@ __all__ = [
     "uncompiled",
     "usable_device",
     "weights_digest",
+    "whole",
     "widened",
 ]
 
@@ -213,6 +214,15 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in modules of their own: hooks that either gets from now on are not on the other."""
     shared = itertools.chain(model.parameters(), model.buffers())
     return copied(model, {id(tensor): tensor for tensor in shared})
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor whose parts lie with several processes (DTensor), all of which have to ask for it; others as they are.
+
+    What is still on its way from them is waited for.
+    """
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
 
 
 def check_model(model: Any) -> None:

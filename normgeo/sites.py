@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from normgeo.behaviour import Behaviour, Kind, behaviour_of
 from normgeo.converted import is_compressed
 from normgeo.errors import DataError, ModelError
-from normgeo.examples import example_inputs
+from normgeo.examples import example_inputs, processes_of
 from normgeo.functional import FunctionNorm, function_of
 from normgeo.models import check_model, dtype_name, on_cpu
 from normgeo.roles import Placer, Role
@@ -122,7 +122,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     trace, found = _norms(model, made)
     heads = {call.inputs[0].shape[1] for call, _ in found if call.inputs[0].ndim == 4}
     if inputs is None and any(_is_square(call.inputs[0]) for call, _ in found) and "input_ids" in made:
-        other = max(set(range(2, 7)) - heads)  # as many heads as tokens: which are which would not show
+        even = processes_of(model)
+        other = max({*range(even, 7 * even, even)} - heads)  # as many heads as tokens: which are which would not show
         made = example_inputs(model, other, cross=False)
         trace, found = _norms(model, made)
     if not found:

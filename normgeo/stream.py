@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from normgeo.errors import DataError, ModelError, NormGeoError, said
 from normgeo.examples import example, max_context
 from normgeo.functional import watched
-from normgeo.models import base_model, check_model, default_dtype, memory_explained, on_cpu, uncompiled, widened
+from normgeo.models import base_model, check_model, default_dtype, memory_explained, on_cpu, uncompiled, whole, widened
 from normgeo.numbers import check_numbers
 from normgeo.sites import NormSite, sites_of
 from normgeo.system.memory import memory_kept
@@ -113,7 +113,7 @@ def hooked(model: nn.Module, sites: Sequence[NormSite], sinks: Sequence[Sink]) -
     now = Pass()
 
     def hand(site: int, phase: Literal["pre", "post"], hidden: Tensor) -> None:
-        hidden = hidden.detach()
+        hidden = whole(hidden.detach())  # of a part of it there is no angle
         if sites[site].head_major:
             hidden = hidden.transpose(1, 2)  # token order
         elif sites[site].time_major:

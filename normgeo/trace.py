@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError, said
@@ -93,7 +94,12 @@ class Function:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Where a tensor's numbers are; of one that has none, as in `torch.func`, a number of its own."""
+    """Where a tensor's numbers are; of one that has none, as in `torch.func`, a number of its own.
+
+    Of one around another, as the part of a tensor that lies with this process, they are where that one's are.
+    """
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -201,7 +207,8 @@ MODULATES = {"mul", "multiply", "add", "addcmul"}
 SCALES = {"mul", "multiply", "div", "divide", "true_divide", "normalize", "group_norm"}
 """What a norm that is written out ends with, before its gains."""
 JOINS = {"cat", "concat", "concatenate"}
-SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
+SAME = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "all_gather_into_tensor"}
+"""What gives the same again, cast or copied, or what all processes have of it."""
 
 
 class _Functions(TorchFunctionMode):

@@ -29,7 +29,6 @@ __all__ = [
     "processes",
     "ready",
     "start_accelerator",
-    "whole_tensor",
 ]
 
 T = TypeVar("T")
@@ -211,11 +210,6 @@ def check_sharding(norm: str, accelerator: accelerate.Accelerator) -> None:
             f"FSDP cannot shard the {norm} training form, which recenters its parameters where they are read; train it "
             "with torchrun or accelerate launch --multi_gpu, the whole model on each device"
         )
-
-
-def whole_tensor(value: Tensor) -> Tensor:
-    """A tensor whose parts lie with several processes (FSDP), all of which have to ask for it; others as they are."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def part_tensor(value: Tensor, like: Tensor) -> Tensor:

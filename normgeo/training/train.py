@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from normgeo import figures
 from normgeo.errors import NormGeoError, RunError
-from normgeo.models import memory_explained
+from normgeo.models import memory_explained, whole
 from normgeo.stream import check_context
 from normgeo.system.files import unreadable, write_json
 from normgeo.system.folders import whole_directory
@@ -41,7 +41,6 @@ from normgeo.training.accelerators import (
     prepared,
     ready,
     start_accelerator,
-    whole_tensor,
 )
 from normgeo.training.corpus import Corpus
 from normgeo.training.log import Log
@@ -163,7 +162,7 @@ class Trainer:
                     loss = self._finite("loss", float(mean.item()))  # pyright: ignore
                     clipped = accelerator.clip_grad_norm_(self.model.parameters(), recipe.clip)
                     if clipped is not None:
-                        norm = self._finite("gradient", float(whole_tensor(clipped).item()))
+                        norm = self._finite("gradient", float(whole(clipped).item()))
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -292,9 +291,9 @@ class Trainer:
         for name, tensor in tensors_of(self.model).items():
             value = tensor if moment is None else self._adam.state.get(tensor, {}).get(moment)
             if value is not None:
-                whole = whole_tensor(value.detach())
+                gathered = whole(value.detach())
                 if self.accelerator.is_main_process:
-                    found[name] = whole.cpu().contiguous()
+                    found[name] = gathered.cpu().contiguous()
         return found
 
     def _save(self) -> None:

@@ -1,0 +1,70 @@
+"""Models whose weights, or hidden states, are divided among several processes: measured as the whole model is."""
+
+import blocks
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from forked import free_port
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from normgeo import find_sites, measure_angles, wrap
+
+
+def whole():
+    return blocks.built(blocks.Block)
+
+
+def parallel(by_sequence):
+    """A model by tensor parallelism, whose stream is whole in each process, or a part of each sequence."""
+    stream = Shard(1) if by_sequence else Replicate()
+    plan = {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "blocks.*.mix": ColwiseParallel(output_layouts=stream),
+        "blocks.*.mlp.0": ColwiseParallel(input_layouts=stream),
+        "blocks.*.mlp.2": RowwiseParallel(output_layouts=stream),
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }  # fmt: skip
+    norms = ("blocks.*.norm1", "blocks.*.norm2", "final") if by_sequence else ()
+    plan |= {name: SequenceParallel() for name in norms}
+    return parallelize_module(whole(), init_device_mesh("cpu", (2,)), plan)
+
+
+def sharded(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def angles(model, ids=blocks.IDS, **options):
+    return measure_angles(model, ids, null=8, null_every=1, progress=False, **options).frame.drop(columns="model")
+
+
+def rank(number, port, out):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    torch.set_num_threads(1)
+    found = {"tensor": angles(wrap(parallel(by_sequence=False))), "sequence": angles(wrap(parallel(by_sequence=True)))}
+    before = wrap(whole())
+    sites, model = find_sites(before), sharded(before.module)
+    found["sharded"] = angles(before, sites=sites)
+    model(blocks.IDS).sum().backward()  # what was measured is trained on
+    if number == 0:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    out = tmp_path_factory.mktemp("spread") / "out.pt"
+    mp.start_processes(rank, (free_port(), str(out)), nprocs=2, start_method="forkserver")
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["tensor", "sequence", "sharded"])
+def test_angles_are_those_of_the_whole_model(how, found):
+    pd.testing.assert_frame_equal(found[how], angles(wrap(whole())), rtol=1e-3, atol=1e-3)
