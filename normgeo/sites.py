@@ -100,7 +100,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
     """Find every norm that the model calls, in the order of the forward pass.
 
     Warns of norms in the code of a module that cannot be measured: torch's whose gains are computed, and those that are
-    written out, which are known by vectors that become as long as each other.
+    written out, which are known by vectors that become as long as each other; and of those on heads that are divided
+    among processes, which are not returned.
 
     Args:
         model: any transformers model.
@@ -131,7 +132,8 @@ def find_sites(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, 
         raise ModelError(f"{type(model).__name__} called no LayerNorm and no RMSNorm in a forward pass{hint}")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     sites = _placed(found, trace, _bases(model), names, made.get("input_ids"))
-    return [site for site in sites if qk or site.role != "qk"]
+    wanted = {site: call for site, (call, _) in zip(sites, found, strict=True) if qk or site.role != "qk"}
+    return _undivided(model, trace, wanted)
 
 
 def _norms(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Trace, list[tuple[Call, Behaviour]]]:
@@ -181,6 +183,25 @@ def _is_of_tokens(function: Function, batch: int) -> bool:
     """Whether the code of a module normalizes more than one vector a sequence, and was not looked at as a whole."""
     out = function.call.output
     return out.numel() > batch * out.shape[-1] and (not function.owner.leaf or function.owner.weight)
+
+
+def _undivided(model: PreTrainedModel, trace: Trace, calls: dict[NormSite, Call]) -> list[NormSite]:
+    """All but the norms that read a Linear of which this process has a part of the outputs (tensor parallel).
+
+    So it is with queries and keys, whose heads are divided: statistics would be those of some of the heads.
+    """
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and hasattr(m.weight, "device_mesh")}
+    made = [c for c in trace.calls if c.name in linears and isinstance(c.output, Tensor)]
+    parts = [c for c in made if c.output.shape[-1] < linears[c.name].out_features]
+    divided = {site: c.name for site, call in calls.items() for c in parts if c.feeds(call)}
+    if divided:
+        site, linear = next(iter(divided.items()))
+        more = f" and {len(divided) - 1} more norms are" if len(divided) > 1 else " is"
+        warnings.warn(
+            f"{site.name}{more} given the heads of this process alone, a part of what {linear} and its like give, and "
+            "not measured: load the model whole, without a plan of tensor parallelism", stacklevel=4,
+        )  # fmt: skip
+    return [site for site in calls if site not in divided]
 
 
 def _bases(model: PreTrainedModel) -> list[tuple[str, str]]:

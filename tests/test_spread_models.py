@@ -1,5 +1,7 @@
 """Models whose weights, or hidden states, are divided among several processes: measured as the whole model is."""
 
+import warnings
+
 import blocks
 import pandas as pd
 import pytest
@@ -11,8 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from zoo import tiny
 
 from normgeo import find_sites, measure_angles, wrap
+
+ATTENTION = "model.layers.*.self_attn."
+HEADS = {f"{ATTENTION}{name}_proj": ColwiseParallel() for name in "qkv"} | {f"{ATTENTION}o_proj": RowwiseParallel()}
 
 
 def whole():
@@ -48,6 +54,10 @@ def rank(number, port, out):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
     torch.set_num_threads(1)
     found = {"tensor": angles(wrap(parallel(by_sequence=False))), "sequence": angles(wrap(parallel(by_sequence=True)))}
+    heads = parallelize_module(tiny("qwen3"), init_device_mesh("cpu", (2,)), HEADS)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found["heads"] = [site.name for site in find_sites(heads, qk=True)], [str(each.message) for each in said]
     before = wrap(whole())
     sites, model = find_sites(before), sharded(before.module)
     found["sharded"] = angles(before, sites=sites)
@@ -68,3 +78,11 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("how", ["tensor", "sequence", "sharded"])
 def test_angles_are_those_of_the_whole_model(how, found):
     pd.testing.assert_frame_equal(found[how], angles(wrap(whole())), rtol=1e-3, atol=1e-3)
+
+
+def test_norms_that_are_given_some_of_the_heads_are_left_out(found):
+    """As of queries and keys: statistics would be those of the heads of one process."""
+    names, said = found["heads"]
+    assert names == [site.name for site in find_sites(tiny("qwen3"))]
+    norm = "model.layers.0.self_attn.q_norm"
+    assert [text for text in said if text.startswith(f"{norm} and 3 more norms are given the heads of this process")]
