@@ -3,6 +3,7 @@
 import warnings
 
 import blocks
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from zoo import tiny
 
-from normgeo import find_sites, measure_angles, wrap
+from normgeo import compare, find_sites, measure_angles, wrap
 
 ATTENTION = "model.layers.*.self_attn."
 HEADS = {f"{ATTENTION}{name}_proj": ColwiseParallel() for name in "qkv"} | {f"{ATTENTION}o_proj": RowwiseParallel()}
@@ -62,6 +63,8 @@ def rank(number, port, out):
     sites, model = find_sites(before), sharded(before.module)
     found["sharded"] = angles(before, sites=sites)
     model(blocks.IDS).sum().backward()  # what was measured is trained on
+    models = {"whole": wrap(whole()), "sharded": wrap(sharded(whole()))}
+    found["compared"] = compare(models, blocks.IDS, null=8, rounds=0, progress=False).frame
     if number == 0:
         torch.save(found, out)
     dist.barrier()
@@ -86,3 +89,8 @@ def test_norms_that_are_given_some_of_the_heads_are_left_out(found):
     assert names == [site.name for site in find_sites(tiny("qwen3"))]
     norm = "model.layers.0.self_attn.q_norm"
     assert [text for text in said if text.startswith(f"{norm} and 3 more norms are given the heads of this process")]
+
+
+def test_a_comparison_counts_a_model_as_a_whole(found):
+    columns = found["compared"].set_index("model")[["parameters", "bytes", "perplexity"]]
+    np.testing.assert_allclose(columns.loc["sharded"], columns.loc["whole"], rtol=1e-5)

@@ -229,12 +229,15 @@ def _within(held: Any, seen: set[int]) -> Iterator[Tensor]:
 def _bytes(held: Any) -> int:
     """The memory of a tensor: of a quantized one that of what it is made of, for it says what it stands for.
 
-    Of what a kernel packed torch lists only the state, which may hold others: one after the other is unpacked.
+    Of what a kernel packed torch lists only the state, which may hold others: one after the other is unpacked. What
+    several processes have a part of each counts as a whole, as its parameters do.
     """
     if type(held) is torch.ScriptObject:
         has_state = held._has_method("__getstate__")  # pyright: ignore
         return sum(map(_bytes, tree_leaves(held.__getstate__()))) if has_state else 0
-    return sum(part.nbytes for part in plain_parts(held)) if isinstance(held, Tensor) else 0
+    if not isinstance(held, Tensor):
+        return 0
+    return held.nbytes if hasattr(held, "device_mesh") else sum(part.nbytes for part in plain_parts(held))
 
 
 def _times(
