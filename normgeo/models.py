@@ -226,11 +226,19 @@ def whole(value: Tensor) -> Tensor:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model of transformers, or one in a wrapper; adapters, which hand its attributes on, are taken.
+    """Refuse what is no model of transformers, one in a wrapper, and what is sharded by FSDP 1.
+
+    Adapters, which hand a model's attributes on, are taken.
 
     Raises:
         ModelError: what was received, and what to give.
     """
+    parts = list(model.named_modules()) if isinstance(model, nn.Module) else []
+    if any("_fsdp_wrapped_module" in part._modules for _, part in parts):
+        raise ModelError(
+            f"{type(model).__name__} is sharded by FullyShardedDataParallel, whose weights are there while it runs "
+            "alone: shard it by FSDP 2 (fully_shard) to measure it, or load its full state dict into a whole model"
+        )
     if isinstance(model, PreTrainedModel):
         return
     within = next((name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)), None)
@@ -238,7 +246,6 @@ def check_model(model: Any) -> None:
         _check_adapters(model)
         return
     give = "what load_model returns, or a module of your own as normgeo.wrap makes one of it"
-    parts = model.named_modules() if isinstance(model, nn.Module) else ()
     if within:
         give = f"the model within, its .{within}"
     elif inner := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):

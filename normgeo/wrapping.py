@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from normgeo.errors import ModelError
@@ -69,7 +70,7 @@ def wrap(module: nn.Module, embeddings: str | None = None, context: int | None =
         context: how many tokens it has positions for; None for as many as come.
 
     Raises:
-        ModelError: it is a model of transformers already, or there is no such table.
+        ModelError: it is a model of transformers already, or in DistributedDataParallel, or there is no such table.
 
     >>> import torch
     >>> from normgeo import convert, wrap
@@ -81,6 +82,8 @@ def wrap(module: nn.Module, embeddings: str | None = None, context: int | None =
     """
     if isinstance(module, PreTrainedModel) or not isinstance(module, nn.Module):
         raise ModelError(f"wrap takes a torch module of one's own, received a {type(module).__name__}")
+    if isinstance(module, DistributedDataParallel):  # which would not know of the parameters that a conversion makes
+        raise ModelError("received a DistributedDataParallel: give wrap the module within, its .module")
     tables = {name: m for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
     name = _read(module, tables) if embeddings is None else embeddings
     if name is None or name not in tables:

@@ -1,5 +1,6 @@
 """Models whose weights, or hidden states, are divided among several processes: measured as the whole model is."""
 
+import re
 import warnings
 
 import blocks
@@ -11,12 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from forked import free_port
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from zoo import tiny
 
-from normgeo import compare, find_sites, measure_angles, wrap
+from normgeo import compare, convert, find_sites, measure_angles, wrap
+from normgeo.errors import NormGeoError
 
 ATTENTION = "model.layers.*.self_attn."
 HEADS = {f"{ATTENTION}{name}_proj": ColwiseParallel() for name in "qkv"} | {f"{ATTENTION}o_proj": RowwiseParallel()}
@@ -51,6 +54,12 @@ def angles(model, ids=blocks.IDS, **options):
     return measure_angles(model, ids, null=8, null_every=1, progress=False, **options).frame.drop(columns="model")
 
 
+def refused(do, model):
+    with pytest.raises(NormGeoError) as error:
+        do(model)
+    return str(error.value)
+
+
 def rank(number, port, out):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
     torch.set_num_threads(1)
@@ -65,6 +74,10 @@ def rank(number, port, out):
     model(blocks.IDS).sum().backward()  # what was measured is trained on
     models = {"whole": wrap(whole()), "sharded": wrap(sharded(whole()))}
     found["compared"] = compare(models, blocks.IDS, null=8, rounds=0, progress=False).frame
+    for name, given in {"FSDP 2": before, "tensor parallel": wrap(parallel(by_sequence=False))}.items():
+        found[name] = refused(convert, given)
+    found["FSDP 1"] = refused(find_sites, wrap(FullyShardedDataParallel(whole(), device_id=torch.device("cpu"))))
+    found["DDP"] = refused(wrap, DistributedDataParallel(whole()))
     if number == 0:
         torch.save(found, out)
     dist.barrier()
@@ -94,3 +107,16 @@ def test_norms_that_are_given_some_of_the_heads_are_left_out(found):
 def test_a_comparison_counts_a_model_as_a_whole(found):
     columns = found["compared"].set_index("model")[["parameters", "bytes", "perplexity"]]
     np.testing.assert_allclose(columns.loc["sharded"], columns.loc["whole"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("FSDP 2", r"divided among processes \(DTensor\): convert the whole model"),
+        ("tensor parallel", r"divided among processes \(DTensor\): convert the whole model"),
+        ("FSDP 1", r"sharded by FullyShardedDataParallel.*: shard it by FSDP 2 \(fully_shard\) to measure it"),
+        ("DDP", r"received a DistributedDataParallel: give wrap the module within, its \.module"),
+    ],
+)
+def test_what_is_not_taken_is_told(how, message, found):
+    assert re.search(message, found[how])

@@ -100,6 +100,12 @@ def check_weights(model: PreTrainedModel) -> None:
         if type(module).__module__.startswith(QUANTIZING):
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise ConversionError(f"{name} has no plain weights: {module_name} is of {kind}; convert it before that")
+    sharded = any(hasattr(module, "reshard") for module in model.modules())  # FSDP 2, whose weights may be whole by now
+    if sharded or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ConversionError(
+            f"the weights of {name} are divided among processes (DTensor): convert the whole model, and divide what "
+            "comes of it"
+        )
     for parameter_name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ConversionError(
