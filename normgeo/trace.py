@@ -186,9 +186,11 @@ def _levels(x: Tensor, y: Tensor) -> bool:
         return False
     if x.numel() < 3 * x.shape[-1]:
         return False
+    # of a tensor that is divided among processes the part that is here: sums over them the model makes once
     try:
-        low, high = y.float().aminmax(dim=-1)
-        sizes = x.float().norm(dim=-1), y.float().norm(dim=-1), torch.maximum(-low, high), high - low
+        x, y = ((z.to_local() if hasattr(z, "to_local") else z).float() for z in (x, y))
+        low, high = y.aminmax(dim=-1)
+        sizes = x.norm(dim=-1), y.norm(dim=-1), torch.maximum(-low, high), high - low
         before, after, largest, range_ = (float(size.std() / size.mean()) for size in sizes)
     except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
         return False

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from forked import free_port
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -25,8 +26,17 @@ ATTENTION = "model.layers.*.self_attn."
 HEADS = {f"{ATTENTION}{name}_proj": ColwiseParallel() for name in "qkv"} | {f"{ATTENTION}o_proj": RowwiseParallel()}
 
 
+class Scaled(nn.Embedding):
+    """As Gemma's: where its rows are divided, what it scales is a sum that is yet to be made, once."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 2.0
+
+
 def whole():
-    return blocks.built(blocks.Block)
+    model = blocks.built(blocks.Block)
+    model.tok.__class__ = Scaled
+    return model
 
 
 def parallel(by_sequence):
