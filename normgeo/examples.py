@@ -59,7 +59,8 @@ def max_context(model: PreTrainedModel) -> int | None:
 
 def processes_of(model: nn.Module) -> int:
     """Among how many processes a model's weights are divided (DTensor); 1 where they are whole."""
-    return max((p.device_mesh.size() for p in model.parameters() if hasattr(p, "device_mesh")), default=1)
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
 
 def several_inputs(model: PreTrainedModel) -> list[dict[str, Tensor]]:

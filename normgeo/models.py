@@ -221,8 +221,9 @@ def whole(value: Tensor) -> Tensor:
 
     What is still on its way from them is waited for.
     """
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
+    held: Any = value
+    held = held.full_tensor() if hasattr(held, "full_tensor") else held
+    return held.trigger_wait() if hasattr(held, "trigger_wait") else held
 
 
 def check_model(model: Any) -> None:

@@ -188,7 +188,7 @@ def _levels(x: Tensor, y: Tensor) -> bool:
         return False
     # of a tensor that is divided among processes the part that is here: sums over them the model makes once
     try:
-        x, y = ((z.to_local() if hasattr(z, "to_local") else z).float() for z in (x, y))
+        x, y = (getattr(z, "to_local", lambda z=z: z)().float() for z in (x, y))
         low, high = y.aminmax(dim=-1)
         sizes = x.norm(dim=-1), y.norm(dim=-1), torch.maximum(-low, high), high - low
         before, after, largest, range_ = (float(size.std() / size.mean()) for size in sizes)
