@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["TORCHS", "FunctionNorm", "function_name", "function_norm", "function_of", "watched"]
+__all__ = ["TORCHS", "FunctionNorm", "function_name", "function_norm", "function_of", "levels", "rounds", "watched"]
 
 FUNCTIONS = {
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -179,3 +179,33 @@ def _intercept(
             # around the norm's own hooks: what sinks call is not the model's
             registered.enter_context(module.register_forward_pre_hook(entered(name), prepend=True))
             registered.enter_context(module.register_forward_hook(left(name), always_call=True))
+
+
+def levels(x: Tensor, y: Tensor) -> bool:
+    """Whether tokens' vectors x [..., d] of different lengths come out of a function, as y, all of one length.
+
+    Where activations are quantized it is their largest numbers, or all that they range over, that become the same.
+    """
+    if x.shape != y.shape or x.ndim not in (2, 3) or x.shape[-1] < 4 or not y.is_floating_point():
+        return False
+    if x.numel() < 3 * x.shape[-1]:
+        return False
+    try:
+        x, y = _here(x).float(), _here(y).float()
+        low, high = y.aminmax(dim=-1)
+        sizes = x.norm(dim=-1), y.norm(dim=-1), torch.maximum(-low, high), high - low
+        before, after, largest, range_ = (float(size.std() / size.mean()) for size in sizes)
+    except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
+        return False
+    return before > 1e-3 and after < min(0.1 * before, largest, range_)
+
+
+def rounds(x: Tensor, y: Tensor) -> bool:
+    """Whether y are the numbers of x, but for what quantizing them and back leaves out."""
+    x, y = _here(x).flatten(), _here(y).flatten()
+    return x.shape == y.shape and bool((x - y).norm() < 0.1 * x.norm())
+
+
+def _here(x: Any) -> Tensor:
+    """Of a tensor that is divided among processes the part that is here: sums over them the model makes once."""
+    return x.to_local() if hasattr(x, "to_local") else x

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,13 +17,13 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils.import_utils import is_peft_available
 
 from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError, first_line
-from normgeo.models import TwinConfig, TwinLMHeadModel, dtype_name, out_of_memory, pick_dtype, usable_device
+from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
+from normgeo.stored import check_complete, check_unpickled, warn_if_unpacked
 
 __all__ = [
     "ADAPTER",
@@ -39,7 +36,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "saved_elsewhere",
-    "warn_of_more",
     "whence",
 ]
 
@@ -55,8 +51,6 @@ ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-
-DIGITS = re.compile(r"\d+")
 
 
 def load_model(
@@ -101,7 +95,7 @@ def load_model(
         )
     try:
         config, cls = config_and_class(path, options, trust_remote_code)
-        _check_unpickled(path, config, options.get("revision"))
+        check_unpickled(path, config, options.get("revision"))
         model = cls.from_pretrained(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options,
             **({"output_loading_info": True} if (told := _tells(cls)) else {}),
@@ -110,8 +104,8 @@ def load_model(
         raise explained(str(name), error) from error
     if told:
         model, found = model
-        _check_complete(str(name), model, found)
-    _warn_if_unpacked(str(name), config, model)
+        check_complete(str(name), model, found)
+    warn_if_unpacked(str(name), config, model)
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))
     if type(config).model_type.startswith(PREFIX) and cls is not TwinLMHeadModel:
         saved_elsewhere(model)
@@ -142,84 +136,10 @@ def check_there(name: str | Path, revision: str | None = None, trust_remote_code
         raise explained(str(name), error) from error
 
 
-def _check_unpickled(path: str, config: PretrainedConfig, revision: str | None) -> None:
-    """Refuse weights that transformers would unpickle though it is told not to, for a checkpoint names them itself.
-
-    Raises:
-        ValueError: its configuration, or the index of its files, names a file that is no safetensors.
-    """
-    named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    files = [named]
-    if named.endswith(".index.json"):
-        quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-        index = cached_file(path, named, revision=revision, **quietly)  # without one, one file has all weights
-        files = [] if index is None else json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-    if other := next((file for file in files if not str(file).endswith(".safetensors")), None):
-        raise ValueError(f"{other}, which it names as its weights, is no file of safetensors")
-
-
 def _tells(cls: Any) -> bool:
     """Whether loading can be asked what it found: classes that load in their own way take the model alone."""
     own = getattr(cls.from_pretrained, "__func__", None)
     return own is PreTrainedModel.from_pretrained.__func__  # pyright: ignore
-
-
-def _check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
-    """Refuse layers and embeddings that the checkpoint lacks, which are random; warn of others, and of more layers.
-
-    What is only for training, or a pooler or a head that nobody trained, is often not stored.
-    """
-    missing = sorted(found["missing_keys"])
-    ends = [part.weight for part in _embeddings(model)]
-    names = {key for key, value in model.named_parameters(remove_duplicate=False) if any(value is end for end in ends)}
-    if needed := [key for key in missing if DIGITS.search(key) or key in names]:
-        raise ModelError(
-            f"the checkpoint of {name} has not all of its model: {_counted(needed)} missing, and would be random; get "
-            "it again, or correct what its config.json says of layers and classes"
-        )
-    if missing:
-        warnings.warn(f"{name} is loaded with random numbers where {_counted(missing)} not stored", stacklevel=3)
-    warn_of_more(name, model, found["unexpected_keys"])
-
-
-def _warn_if_unpacked(name: str, config: Any, model: PreTrainedModel) -> None:
-    """Warn of quantized weights that transformers made plain numbers of, as it does where it cannot run them."""
-    stored = getattr(config, "quantization_config", None)
-    if stored and not getattr(model.config, "quantization_config", None):
-        method = stored.get("quant_method") if isinstance(stored, dict) else type(stored).__name__
-        warnings.warn(
-            f"{name} is stored quantized ({method}), and is loaded as plain {dtype_name(model.dtype)}: it computes as "
-            "that, and takes its memory and time, unlike where it runs quantized",
-            stacklevel=3,
-        )
-
-
-def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """Warn of weights that a checkpoint has and its model does not: of more layers, or of a head that nothing names."""
-    known = {DIGITS.sub("0", key) for key in model.state_dict()}
-    unexpected = sorted(unexpected)
-    if unused := [key for key in unexpected if DIGITS.sub("0", key) in known]:
-        warnings.warn(
-            f"{name} has weights of more layers than its config.json tells of: {_counted(unused)} left out",
-            stacklevel=4,
-        )
-    elif unexpected and not {c.__name__ for c in type(model).__mro__} & set(map(str, model.config.architectures or ())):
-        warnings.warn(
-            f"{name} is loaded as {type(model).__name__}, since the architectures in its config.json name no class of "
-            f"transformers: {_counted(unexpected)} left out",
-            stacklevel=4,
-        )
-
-
-def _embeddings(model: PreTrainedModel) -> Iterator[Any]:
-    for get in (model.get_input_embeddings, model.get_output_embeddings):
-        with suppress(NotImplementedError, AttributeError):
-            if isinstance(getattr(part := get(), "weight", None), nn.Parameter):
-                yield part
-
-
-def _counted(names: list[str]) -> str:
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} others are"
 
 
 def whence(name: str | Path, revision: str | None = None) -> tuple[str, dict[str, Any]]:

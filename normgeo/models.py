@@ -351,7 +351,7 @@ def weights_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for part in plain_parts(tensor):
+        for part in plain_parts(whole(tensor)):
             if part.device.type != "meta" and part.numel():
                 digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

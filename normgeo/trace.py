@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from normgeo.errors import ModelError, NormGeoError, said
-from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm
+from normgeo.functional import TORCHS, FunctionNorm, function_name, function_norm, levels, rounds
 from normgeo.models import default_dtype, uncompiled, widened
 from normgeo.wrapping import Wrapped
 
@@ -177,31 +177,6 @@ def is_leaf(module: nn.Module) -> bool:
     return all(name == "parametrizations" for name, _ in module.named_children())
 
 
-def _levels(x: Tensor, y: Tensor) -> bool:
-    """Whether tokens' vectors x [..., d] of different lengths come out of a function, as y, all of one length.
-
-    Where activations are quantized it is their largest numbers, or all that they range over, that become the same.
-    """
-    if x.shape != y.shape or x.ndim not in (2, 3) or x.shape[-1] < 4 or not y.is_floating_point():
-        return False
-    if x.numel() < 3 * x.shape[-1]:
-        return False
-    # of a tensor that is divided among processes the part that is here: sums over them the model makes once
-    try:
-        x, y = (getattr(z, "to_local", lambda z=z: z)().float() for z in (x, y))
-        low, high = y.aminmax(dim=-1)
-        sizes = x.norm(dim=-1), y.norm(dim=-1), torch.maximum(-low, high), high - low
-        before, after, largest, range_ = (float(size.std() / size.mean()) for size in sizes)
-    except RuntimeError:  # there are no numbers to look at: it is transformed, or on no device
-        return False
-    return before > 1e-3 and after < min(0.1 * before, largest, range_)
-
-
-def _rounds(x: Tensor, y: Tensor) -> bool:
-    """Whether y are the numbers of x, but for what quantizing them and back leaves out."""
-    return x.numel() == y.numel() and bool((x.flatten() - y.flatten()).norm() < 0.1 * x.norm())
-
-
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"}
 ADDS = {"add", "add_"}
 MODULATES = {"mul", "multiply", "add", "addcmul"}
@@ -270,7 +245,7 @@ class _Functions(TorchFunctionMode):
         elif name in MODULATES | SCALES and len(given) == 1:
             if name in MODULATES:
                 self._is_made_of(out, given[0])
-            if name in SCALES and _levels(given[0], out) and not any(_rounds(x, out) for x in owner.inputs):
+            if name in SCALES and levels(given[0], out) and not any(rounds(x, out) for x in owner.inputs):
                 self._norm(name, out, None)
 
     def _norm(self, name: str, out: Tensor, found: tuple[Tensor, FunctionNorm] | None) -> None:

@@ -35,7 +35,8 @@ from normgeo.conversion.probing import Place, looking_at, tied
 from normgeo.conversion.shallow import Spread, check_alike, deepened, empty_model, shallow_model
 from normgeo.converted import PREFIX, rebuild
 from normgeo.errors import ConversionError, said
-from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer, warn_of_more
+from normgeo.loading import UNLOADABLE, config_and_class, explained, load_tokenizer
+from normgeo.stored import warn_of_more
 from normgeo.system.folders import whole_directory
 
 __all__ = ["Shards", "convert_sharded"]
