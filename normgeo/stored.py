@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils.hub import cached_file
 
 from normgeo.errors import ModelError
 from normgeo.models import dtype_name

@@ -307,7 +307,7 @@ def read_commit(storage: Storage, row: int, store: str) -> Commit:
         if content["store"] != store or content["row"] != row:
             raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
         chunks = {sys.intern(name): (int(size), int(crc)) for name, (size, crc) in content["chunks"].items()}
-        return Commit(**content | {"chunks": chunks})
+        return Commit(**content | dict[str, Any](chunks=chunks))
 
 
 def read_log(storage: Storage, store: str) -> dict[int, Commit]:
