@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 
 import normgeo
+from analyses import efficiency
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("analyses/*.md"))]
@@ -107,3 +108,20 @@ def test_modules_take_from_each_other_what_is_meant_for_others():
             taken |= {f"{path.relative_to(ROOT)} takes {name} from {node.module}" for name in names - set(public)}
     assert checked > 500
     assert not taken
+
+
+def test_inference_page_says_what_was_measured():
+    page = " ".join((ROOT / "analyses/inference.md").read_text().split())
+    large, inside, amx = (
+        efficiency.compute(ROOT / f"analyses/data/efficiency_{name}.parquet")
+        for name in ("large_h200", "norms_h200", "amx")
+    )
+    huge = large[(large.model == "vit-huge") & (large["mode"] == "graph") & (large.variant == "fused")]
+    assert (
+        "{:.2f} and {:.2f} of ViT Huge's time".format(*huge.set_index("dtype").ratio[["bfloat16", "autocast"]]) in page
+    )
+    norms = inside[inside.variant == "fused"].groupby("dtype").norm_ratio.median()
+    assert "{:.2f} in float32, {:.2f} with int8 weights".format(*norms[["float32", "int8"]]) in page
+    plain = amx[amx.variant.isin(["pre-rmsnorm", "pre-crmsnorm-padded"])]
+    faster, slower = (plain.ratio_q75 < 1).sum(), (plain.ratio_q25 > 1).sum()
+    assert f"quartiles in {faster} of {len(plain)} cases and slower in {slower}" in page
