@@ -17,7 +17,7 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -253,15 +253,42 @@ def part_of(recipe: dict[str, Any], model: Any) -> dict[str, Any]:
     start = f"{model.base_model_prefix}."
     if start == "." or hasattr(model, start[:-1]) or not any(name.startswith(start) for name in recipe["norms"]):
         return recipe
+    return _renamed(recipe, lambda name: name.removeprefix(start) if name.startswith(start) else None)
+
+
+def _renamed(recipe: dict[str, Any], new: Callable[[str], str | None]) -> dict[str, Any]:
+    """A recipe with other names, without what gets none."""
 
     def own(names: Any) -> Any:
-        inside = [name for name in names if name.startswith(start)]
-        cut = {name.removeprefix(start): name for name in inside}
-        return {name: names[whole] for name, whole in cut.items()} if isinstance(names, dict) else list(cut)
+        cut = {to: name for name in names if (to := new(name)) is not None}
+        return {to: names[name] for to, name in cut.items()} if isinstance(names, dict) else list(cut)
 
     named = {key: own(recipe[key]) for key in ("norms", "heads", "shapes", "biases", "tables") if key in recipe}
-    places = [[place[0].removeprefix(start), *place[1:]] for place in recipe["recenter"] if place[0].startswith(start)]
+    places = [[to, *rest] for name, *rest in recipe.get("recenter", ()) if (to := new(name)) is not None]
     return recipe | named | {"recenter": places}
+
+
+def _as_deep(recipe: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """What a recipe says of a model that is loaded with fewer layers, by `num_hidden_layers=4` or the like.
+
+    Raises:
+        ValueError: norms of those left out are folded: maybe into the next layer, which other norms precede then.
+    """
+
+    def there(name: str) -> bool:
+        module: Any = model
+        for part in name.split("."):
+            if isinstance(module, nn.ModuleList) and int(part) >= len(module):
+                return False
+            module = getattr(module, part, None)
+        return True
+
+    if absent := next((name for name in recipe.get("folded", ()) if not there(name)), None):
+        raise ValueError(
+            f"{absent} is folded into what reads it, and the configuration tells of fewer layers: load all of them, or "
+            "convert the original with fewer layers"
+        )
+    return _renamed(recipe, lambda name: name if there(name) else None)
 
 
 def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,7 +306,7 @@ def initialize(model: Any, native: type, config: Any, *args: Any, **kwargs: Any)
         config.__class__ = own
         config.model_type = own.__base__.model_type  # pyright: ignore
         del vars(model)["config_class"]
-    rebuild(model, part_of(config.normgeo, model))
+    rebuild(model, _as_deep(part_of(config.normgeo, model), model))
 
 
 @cache

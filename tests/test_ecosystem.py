@@ -127,6 +127,20 @@ def test_by_shard_hidden_states_are_those_of_the_original(tmp_path):
     torch.testing.assert_close(base(input_ids=IDS).last_hidden_state, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "auto"), [("gpt_neox", "CausalLM"), ("bert", "MaskedLM")])
+def test_a_model_of_fewer_layers_is_that_of_the_original(name, auto, tmp_path):
+    """As a draft for assisted generation. Norms of BERT that are folded are so into the next layer."""
+    model, load = tiny(name), getattr(hf, f"AutoModelFor{auto}").from_pretrained
+    model.save_pretrained(tmp_path / "in")
+    save(convert(model), tmp_path / "out")
+    wanted = load(tmp_path / "in", num_hidden_layers=1).eval()(input_ids=IDS).logits
+    read = load(tmp_path / "out", num_hidden_layers=1, trust_remote_code=True).eval()
+    torch.testing.assert_close(read(input_ids=IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+    save(convert(model, fold_affine=True), tmp_path / "folded")
+    with pytest.raises(ValueError, match=r"layers?\.1\.\S+ is folded .* fewer layers: load all of them"):
+        load(tmp_path / "folded", num_hidden_layers=1, trust_remote_code=True)
+
+
 # --- pickles ----------------------------------------------------------------------------------------------------------
 
 
