@@ -85,8 +85,8 @@ class _Block:
     def branch(self, call: Call) -> str:
         """The kind of residual branch that a module is part of: from what is done around it, or else from its name."""
         name, attention = self.inner_name(call), self.attention_of(call)
-        if call.leaf and call.name.rpartition(".")[0] in self.trace.lists:  # somebody's key of it, as adapters have
-            name = name.rpartition(".")[0]
+        if call.leaf and name.count(".") > 1 and call.name.rpartition(".")[0] in self.trace.lists:
+            name = name.rpartition(".")[0]  # a key that somebody gave, as adapters in a layer's modules have
         if ATTENTION.search(name) or attention is not None:
             crosses = CROSS.search(name) or (attention is not None and attention.crosses)
             return "cross_attention" if crosses else "attention"

@@ -205,6 +205,23 @@ def test_roles_are_not_read_off_the_names_of_adapters(name):
     assert roles == [*["attention", "mlp"] * len(model.gpt_neox.layers), "final"]
 
 
+class Keyed(nn.Module):
+    """A layer whose parts are in a dictionary of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleDict({"first": nn.LayerNorm(D), "second": nn.LayerNorm(D)})
+        self.parts = nn.ModuleDict({"mixer": nn.Conv1d(D, D, 1), "mlp": nn.Linear(D, D)})
+
+    def forward(self, x):
+        x = x + self.parts["mixer"](self.norms["first"](x).mT).mT
+        return x + self.parts["mlp"](self.norms["second"](x)).relu()
+
+
+def test_roles_are_read_off_the_keys_of_a_layers_own_dictionary():
+    assert [site.role for site in find_sites(wrap(built(Keyed)))] == [*["mixer", "mlp"] * 2, "final"]
+
+
 class Long(Block):
     """Of many layers that are as wide as the stream, in each of which rounding may look like a mean that is seen."""
 
