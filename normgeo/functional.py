@@ -201,9 +201,20 @@ def levels(x: Tensor, y: Tensor) -> bool:
 
 
 def rounds(x: Tensor, y: Tensor) -> bool:
-    """Whether y are the numbers of x, but for what quantizing them and back leaves out."""
-    x, y = _here(x).flatten(), _here(y).flatten()
-    return x.shape == y.shape and bool((x - y).norm() < 0.1 * x.norm())
+    """Whether y [..., d] are the numbers of x, but for what quantizing them and back leaves out.
+
+    So may be what a norm gives of vectors that have its length already; but for their means those are multiples.
+    """
+    x, y = _here(x), _here(y)
+    if x.numel() != y.numel() or not x.is_floating_point():
+        return False
+    exact = max(1e-4, *(torch.finfo(z.dtype).eps / 2 for z in (x, y)))
+    x, y = x.reshape(y.shape).float(), y.float()
+    if (x - y).norm() >= 0.1 * x.norm():
+        return False
+    u, v = (z - z.mean(-1, keepdim=True) for z in (x, y))
+    along = (u * v).sum(-1, keepdim=True) / u.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    return bool((v - along * u).norm() > exact * y.norm())
 
 
 def _here(x: Any) -> Tensor:

@@ -108,6 +108,16 @@ def test_what_is_quantized_and_back_behind_a_norm_is_not_said_to_be_one():
     assert [site.name for site in find_sites(made)] == ["module.1", "module.3"]
 
 
+@pytest.mark.parametrize("how", ["rsqrt", "std"])
+def test_a_norm_of_what_has_its_length_already_is_said(how):
+    """As behind another norm: it changes little, but does not round."""
+    made = model(nn.LayerNorm(D), Block(WRITTEN[how]))
+    with torch.no_grad():
+        made.module[1].weight += 0.1 * torch.randn(D)
+    with pytest.warns(UserWarning, match=r"to normalize in the code of module\.2, which is not"):
+        find_sites(made)
+
+
 class Pooled(nn.Module):
     """One vector a text, of length one, as what CLIP gives."""
 
