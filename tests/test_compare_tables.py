@@ -283,6 +283,7 @@ def test_the_memory_of_quantized_weights_is_what_they_take(ids):
     linear.weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)  # as bitsandbytes'
     state = SimpleNamespace(scale=torch.ones(64), nested=[{"scale": torch.ones(2)}], same=linear.weight.data)
     linear.weight.quant_state, state.again, linear.weight.module = state, state, linear
+    linear.weight.other = next(p for p in packed.parameters() if p is not linear.weight)  # a weight, counted as such
     assert comparison._memory(packed) == whole - 3 * 32 * 64 + 4 * (64 + 2)
     linear.weight = nn.Parameter(Packed(torch.randn(64, 32)), requires_grad=False)
     before = weights_digest(packed)

@@ -208,7 +208,8 @@ def _memory(model: nn.Module) -> int:
     """The memory of all weights: also of those packed for a kernel, as many bytes as they are when unpacked."""
     held = {id(value): value for module in model.modules() for value in vars(module).values()}
     packed = [value for value in held.values() if type(value) is torch.ScriptObject]
-    weights, seen = [*model.parameters(), *model.buffers()], set[int]()
+    weights = [*model.parameters(), *model.buffers()]
+    seen = set(map(id, weights))  # one may hang on another
     plain = (weight for weight in weights if not is_traceable_wrapper_subclass(weight))  # of others all is known
     scales = [x for w in plain for x in _within(vars(w), seen) if x.data_ptr() != w.data_ptr()]
     return sum(map(_bytes, [*weights, *packed, *scales]))
