@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from normgeo.errors import ModelError
@@ -29,8 +29,10 @@ def check_unpickled(path: str, config: PretrainedConfig, revision: str | None) -
     Raises:
         ValueError: its configuration, or the index of its files, names a file that is no safetensors.
     """
-    named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    files = [named]
+    named = getattr(config, "transformers_weights", None)
+    if not named and Path(path, SAFE_WEIGHTS_NAME).is_file():
+        return  # an index beside it is not read
+    files = [named := named or SAFE_WEIGHTS_INDEX_NAME]
     if named.endswith(".index.json"):
         quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
         index = cached_file(path, named, revision=revision, **quietly)  # without one, one file has all weights
