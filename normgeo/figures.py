@@ -304,11 +304,12 @@ def energy(frame: pd.DataFrame) -> matplotlib.figure.Figure:
         least = 10 ** np.floor(np.log10(share))
         panels[0][0].set_yscale("symlog", linthresh=least, subs=range(2, 10))
         panels[0][0].update_datalim([(0, least)], updatex=False)
-    for axes, _, part in panels:
+    for axes, model, part in panels:
         stacks, widths = _stacks(part), part.d.nunique() > 1
-        for (stack, d), rows in part[part.direction == "null"].groupby(["stack", "d"], sort=False):
+        null, stream = part[part.direction == "null"], on_stream(frame[frame.model == model]).site
+        for (stack, d, on), rows in null.groupby(["stack", "d", null.site.isin(stream)], sort=False):
             label = ": ".join(role_words(str(stack), "random directions", stacks))  # which have 1/d of the energy
-            label += f" of width {d}" if widths else ""
+            label += f" of width {d}" * widths + ", off the stream" * (not on)  # hidden states of another spread
             grey = greys.setdefault(label, ("0.5", "0.7", "0.3", "0.6", "0.4", "0.8")[len(greys) % 6])
             of = rows.groupby("layer")[["energy_share", "energy_q95"]].mean().reset_index()
             mark = "_" if len(of) == 1 else ""
