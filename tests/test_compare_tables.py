@@ -1,5 +1,6 @@
 """What a comparison says in its table, and of itself."""
 
+import itertools
 import json
 import re
 import weakref
@@ -16,7 +17,7 @@ from test_compare import QUICK
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from normgeo import compare
+from normgeo import compare, figures
 from normgeo.agreement import Agreement
 from normgeo.comparison import compare as comparison
 from normgeo.comparison import outputs
@@ -231,17 +232,22 @@ def test_logits_that_a_model_rules_out_are_in_no_error():
     assert masked.error_max > 1e38
 
 
-def test_numbers_behind_bars_stay_within_their_axes(models, ids):
+@pytest.mark.parametrize("perplexity", [[51234.56, 987654.32, 2.0], [111892.63, 111892.66, 82838.71]])
+def test_numbers_of_bars_stay_within_their_axes_and_off_each_other(models, ids, perplexity):
     result = compare(models | {"c": models["a"]}, ids[:1, :8], **QUICK)
-    long = result.frame.assign(perplexity=[51234.56, 987654.32, 2.0], kl_mean=[0.0, 1.2e-12, 3.4e-5], time_ratio=1.0)
+    long = result.frame.assign(perplexity=perplexity, kl_mean=[0.0, 1.2e-12, 3.4e-5], time_ratio=1.0)
     figure = replace(result, frame=long).plot()
-    figure.draw_without_rendering()
+    figures.styled(figure.draw_without_rendering)()  # as it is saved: ticks are chosen by the size of letters
     bars = [axes for axes in figure.axes if axes.patches]
     assert len(bars) == 4
     for axes in bars:
         edge = axes.get_window_extent().x1
         assert all(text.get_window_extent().x1 <= edge for text in axes.texts), axes.get_title()
         assert max(bar.get_width() for bar in axes.patches) > 0.3 * axes.get_xlim()[1]
+        shown = [tick.label1 for tick in axes.xaxis.get_major_ticks() if axes.get_xlim()[1] >= tick.get_loc()]
+        boxes = [label.get_window_extent() for label in shown]
+        assert len(boxes) > 1
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes)), axes.get_title()
 
 
 class Packed(torch.Tensor):

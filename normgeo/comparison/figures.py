@@ -206,6 +206,7 @@ def _metric_panels(figure: matplotlib.figure.SubFigure, metrics: pd.DataFrame) -
         across = 72 * WIDTH / len(shown) - 24  # points along an axes: what is around it takes some
         room = np.array([min((5 * len(text) + 6) / across, 0.8) for text in texts])  # for the numbers behind the bars
         axes.set_xlim(0, max(lengths / (1 - room)) or 1.0)
+        axes.locator_params(axis="x", nbins=2)  # a number of six digits takes a third of an axes
         axes.set_title(title)
         axes.set_yticks([])
         axes.invert_yaxis()
