@@ -209,7 +209,7 @@ def rounds(x: Tensor, y: Tensor) -> bool:
     if x.numel() != y.numel() or not x.is_floating_point():
         return False
     exact = max(1e-4, *(torch.finfo(z.dtype).eps / 2 for z in (x, y)))
-    x, y = x.reshape(y.shape).float(), y.float()
+    x, y = x.reshape(y.shape).to(y.device).float(), y.float()  # what a module was given may lie on another device
     if (x - y).norm() >= 0.1 * x.norm():
         return False
     u, v = (z - z.mean(-1, keepdim=True) for z in (x, y))
