@@ -194,10 +194,11 @@ def takes(x: Tensor) -> bool:
     gradients on a CPU, a mode that sees every operation changes what is computed by, but not what is kept: a checkpoint
     may be recomputed under other modes than it was computed.
     """
-    if not is_plain(x, watched=x.is_cpu and is_grad_enabled()):
+    grads = x.is_cpu and is_grad_enabled()
+    if not is_plain(x, watched=grads):
         return False
     if x.is_cpu:
-        return norm_gradients.loaded() is not None if is_grad_enabled() else loaded().compiled
+        return norm_gradients.loaded() is not None if grads else loaded().compiled
     return x.is_cuda and x.shape[-1] <= WIDEST and on_cuda(x.device) is not None
 
 
