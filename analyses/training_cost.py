@@ -2,8 +2,8 @@
 
 Shares of the Pre-LN model's step, for the model without norms, the Pre-LN model and its training forms: the step minus
 the step without the part, medians of interleaved rounds. "CRMSNorm, plain" is what the paper draws: a model with
-parameters of its own, of which none is recentered, and which does not train as the Pre-LN model does. The table is the
-raw times of `normgeo bench train`.
+parameters of its own, of which none is recentered, and which does not train as the Pre-LN model does. The times are
+those of `normgeo bench train`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,33 @@ LABELS = {
 }  # fmt: skip
 
 
+TASK = ["size", "batch", "context"]
+
+
 def compute(run: Path | None = None) -> pd.DataFrame:
-    """The raw times.
+    """Medians and quartiles of every part by size, tokens and form, as `bench.training.breakdown` gives them.
 
     Args:
         run: what `normgeo bench train --out` wrote; None is the kept one.
 
     Raises:
-        DataError: the file is no such table, or several in one.
+        DataError: the file is no such table, or several in one, or lacks a form's times without one of its parts.
     """
     keys = {"round", "form", "without", "size", "batch", "context"}
     values = {"forward_backward", "optimizer", "precision", "device", "threads"}
-    return _source.raw(run, "training_cost.parquet", keys, values, "normgeo bench train")
+    raw = _source.raw(run, "training_cost.parquet", keys, values, "normgeo bench train")
+    frame = pd.concat([breakdown(part) for _, part in raw.groupby(TASK, sort=False)], ignore_index=True)
+    return frame[[*TASK, *frame.columns.difference(TASK, sort=False)]]
 
 
 @figures.styled
 def plot(frame: pd.DataFrame) -> matplotlib.figure.Figure:
     """A bar per form, of its parts; a mark and quartiles at the whole step; a panel per size and tokens in a step."""
-    tasks = dict(list(frame.groupby(["size", "batch", "context"], sort=False)))
+    tasks = dict(list(frame.groupby(TASK, sort=False)))
     names = [f"{size}, {batch} x {context} tokens" for size, batch, context in tasks]  # pyright: ignore
     figure, grid = _axes.grid(["share of Pre-LN's step (%)"], names, xlabel="", height=2.6, sharey="all", across=2)
     for axes, part in zip(grid[0], tasks.values(), strict=True):
-        _bars(axes, breakdown(part))
+        _bars(axes, part)
     figures.legend(figure)
     words = {"no": "float32", "bf16": "mixed precision, bfloat16"}
     abouts = frame[["precision", "threads", "device"]].drop_duplicates().to_numpy()

@@ -197,7 +197,8 @@ def test_parts_add_up_to_the_step(measured):
 
 
 def test_plot(measured):
-    parts = [measured.assign(size="a"), measured.assign(size="b"), measured.assign(size="b", batch=7)]
+    found = breakdown(measured)
+    parts = [found.assign(size="a"), found.assign(size="b"), found.assign(size="b", batch=7)]
     figure = training_cost.plot(pd.concat(parts))
     assert isinstance(figure, matplotlib.figure.Figure)
     drawn = [axes.get_title() for axes in figure.axes if axes.patches]
@@ -210,9 +211,10 @@ def test_a_part_that_seems_to_cost_less_than_nothing_is_drawn_below_it():
     frame = raw()
     without = (frame.form == "pre-rmsnorm") & (frame["without"] == "norms")
     frame.loc[without, "forward_backward"] *= 2
-    figure = training_cost.plot(frame.assign(size="a", precision="no"))
+    found = breakdown(frame)
+    figure = training_cost.plot(found.assign(size="a", precision="no"))
     axes = next(axes for axes in figure.axes if axes.patches)
-    share = breakdown(frame).set_index(["form", "part"]).ratio["pre-rmsnorm", "norms"]
+    share = found.set_index(["form", "part"]).ratio["pre-rmsnorm", "norms"]
     assert share < 0
     lowest = min(patch.get_y() + min(patch.get_height(), 0) for patch in axes.patches)
     assert lowest == pytest.approx(100 * share)
@@ -236,17 +238,21 @@ def test_the_command_writes_what_the_analysis_reads(tmp_path, normgeo, monkeypat
     assert not status
     assert "unexplained" in printed
     assert "100.00%" in printed
-    frame = training_cost.compute(out)
+    frame, raw = training_cost.compute(out), pd.read_parquet(out)
     assert frame[["size", "context", "batch"]].drop_duplicates().to_numpy().tolist() == [["tiny", 16, 2]]
+    pd.testing.assert_frame_equal(frame, breakdown(raw), check_like=True)
     assert "mixed precision, bfloat16" in training_cost.plot(frame).get_suptitle()
     other = frame.assign(size="other", device="another")
     words, *lines = training_cost.plot(pd.concat([frame, other])).get_suptitle().splitlines()
     assert (words.rsplit(", ", 1)[1], lines[0].rsplit(", ", 1)[1]) == (frame.device[0], "another")
-    with pytest.raises(DataError, match="there are no times of layernorm"):
-        training_cost.plot(frame[frame.form != "layernorm"])
-    with pytest.raises(DataError, match="there are no times of crmsnorm without its norms"):
-        training_cost.plot(frame[(frame.form != PLAIN) | (frame["without"] == "")])
-    pd.concat([frame, other.assign(size="tiny")]).to_parquet(out)
+    for kept, said in (
+        (raw.form != "layernorm", "there are no times of layernorm"),
+        ((raw.form != PLAIN) | (raw["without"] == ""), "there are no times of crmsnorm without its norms"),
+    ):
+        raw[kept].to_parquet(out)
+        with pytest.raises(DataError, match=said):
+            training_cost.compute(out)
+    pd.concat([raw, raw.assign(device="another")]).to_parquet(out)
     with pytest.raises(DataError, match="holds more than one time of the same, as of two devices"):
         training_cost.compute(out)
     out.unlink()
