@@ -85,10 +85,14 @@ def test_a_configuration_is_compared_without_where_it_and_its_parts_are_from():
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "took"), [(25, "about 3 s"), (1000, "about 55 s"), (100_000, "about 92 min"), (10**6, "about 15.3 h")]
-)
-def test_the_time_of_a_run_is_that_of_a_second_batch_for_all_its_tokens(tiny, monkeypatch, n_tokens, took):
-    clock, shapes = iter([0.0, 100.0, 200.0, 202.0]), []  # the first batch warms up
+    ("n_tokens", "seconds", "took"),
+    [
+        (25, 0.002, "about 1 s"), (25, 2, "about 3 s"), (1000, 2, "about 55 s"), (100_000, 2, "about 92 min"),
+        (10**6, 2, "about 15.3 h"),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_run_is_that_of_a_second_batch_for_all_its_tokens(tiny, monkeypatch, n_tokens, seconds, took):
+    clock, shapes = iter([0.0, 100.0, 200.0, 200 + seconds]), []  # the first batch warms up
     monkeypatch.setattr(cost, "forward", lambda model, batch, known: shapes.append(batch.ids.shape))
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     said = cost.cost(tiny("gpt2"), n_tokens, 10, 4, 2_345_678)

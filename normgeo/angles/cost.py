@@ -54,6 +54,6 @@ def cost(model: PreTrainedModel, n_tokens: int, context: int, batch: int, disk: 
         forward(base, probe, int(ids.max()) + 1)
         synchronize(*devices(model))
         seconds = time.perf_counter() - began
-    total = 1.1 * seconds * n_tokens / probe.n_tokens
+    total = max(1.0, 1.1 * seconds * n_tokens / probe.n_tokens)
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:.1f} h"
     return f"about {took}, {decimal(_memory(model))} of memory, {decimal(disk)} of disk"
