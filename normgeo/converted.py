@@ -249,10 +249,12 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
 
 
 def part_of(recipe: dict[str, Any], model: Any) -> dict[str, Any]:
-    """What a recipe says of a model that is loaded without its head, within which the names are; or all of it."""
+    """What a recipe says of a model that is loaded without its head, within which the names are, or with another."""
     start = f"{model.base_model_prefix}."
-    if start == "." or hasattr(model, start[:-1]) or not any(name.startswith(start) for name in recipe["norms"]):
+    if start == "." or not any(name.startswith(start) for name in recipe["norms"]):
         return recipe
+    if hasattr(model, start[:-1]):
+        return _renamed(recipe, lambda name: name if hasattr(model, name.partition(".")[0]) else None)
     return _renamed(recipe, lambda name: name.removeprefix(start) if name.startswith(start) else None)
 
 

@@ -108,6 +108,23 @@ def test_hidden_states_are_those_of_the_original(name, options, tmp_path):
         torch.testing.assert_close(read(**inputs).last_hidden_state, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_tie": True}], ids=str)
+@pytest.mark.parametrize(("name", "task"), [("gpt2", "SequenceClassification"), ("bert", "TokenClassification")])
+def test_a_new_head_is_given_what_that_of_the_original_is(name, task, options, tmp_path):
+    model, auto = tiny(name), getattr(hf, f"AutoModelFor{task}")
+    model.save_pretrained(tmp_path / "in")
+    save(convert(model, **options), tmp_path / "out")
+    given = {"num_labels": 3, "pad_token_id": 0}
+    original = auto.from_pretrained(tmp_path / "in", **given).eval()
+    new = auto.from_pretrained(tmp_path / "out", trust_remote_code=True, **given).eval()
+    head = {k: v for k, v in original.state_dict().items() if not k.startswith(model.base_model_prefix)}
+    assert not new.load_state_dict(head, strict=False).unexpected_keys
+    wanted = original(input_ids=IDS).logits
+    new.save_pretrained(tmp_path / "tuned")
+    for read in (new, load_model(tmp_path / "tuned")):
+        torch.testing.assert_close(read(input_ids=IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"fold_affine": True}, {"to": "crmsnorm"}], ids=["folded", "compressed"])
 def test_hidden_states_that_are_others_are_not_given(options, tmp_path):
     """The last norm's gamma and beta are in the head then."""

@@ -61,6 +61,9 @@ class {model}(Native{model}):
 """
 """A model is called as that of transformers, which looks by this name for its loss, and Trainer for its labels; its
 configuration is not, by whose name the Auto classes would take it for the native one."""
+NEW_HEADS = "", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForImageClassification"
+"""What AutoModel with this behind it loads of a model that had another head: none, or a new one, to be trained. These
+read what the model gives without its head, and none of its other hidden states."""
 
 
 def save(
@@ -240,17 +243,21 @@ def auto_map(cls: type) -> dict[str, str]:
     return dict.fromkeys(sorted(kinds) or ["AutoModel"], f"modeling_normgeo.{cls.__name__}")
 
 
-def _base(cls: type, within: str, config: PretrainedConfig, recipe: dict[str, Any]) -> type | None:
-    """What AutoModel loads of a model with a head; None where that has not the parts that the recipe names."""
-    base: Any = transformers.AutoModel._model_mapping.get(native_class(type(config)), None)  # pyright: ignore
-    if not isinstance(base, type) or base is cls or base.__name__ != within:  # as around the decoder of two stacks
-        return None
-    try:
-        model = empty_model(base, config)
-        rebuild(model, part_of(recipe, model))
-    except (AttributeError, ConversionError, KeyError, ValueError):
-        return None
-    return base
+def _others(cls: type, within: type, config: PretrainedConfig, recipe: dict[str, Any]) -> dict[str, type]:
+    """What Auto classes load of a model with a head, without it or with a new one, around the same base class."""
+    found: dict[str, type] = {}
+    for auto in map("AutoModel{}".format, NEW_HEADS):
+        other: Any = getattr(transformers, auto)._model_mapping.get(native_class(type(config)), None)
+        if not isinstance(other, type) or other is cls:
+            continue
+        try:
+            model = empty_model(other, config)
+            rebuild(model, part_of(recipe, model))
+        except (AttributeError, ConversionError, KeyError, ValueError):  # it has not the parts that the recipe names
+            continue
+        if native_class(type(model.base_model)) is within:  # as the decoder of two stacks alone is not
+            found[auto] = other
+    return found
 
 
 def _names(mapping: dict[str, Any]) -> list[str]:
@@ -290,10 +297,10 @@ def write_config(
         ConversionError: the model's code is not part of transformers.
     """
     cls, settings = native_class(cls), native_class(type(config))
-    within = type(conversion.model.base_model).__name__
-    base = _base(cls, within, config, recipe) if conversion.certificate.headless else None
+    within = native_class(type(conversion.model.base_model))
+    others = _others(cls, within, config, recipe) if conversion.certificate.headless else {}
     model_type, module = PREFIX + str(config.model_type).removeprefix(PREFIX), "modeling_normgeo"
-    headless = {"AutoModel": f"{module}.{base.__name__}"} if base else {}
+    headless = {auto: f"{module}.{other.__name__}" for auto, other in others.items()}
     raw = config.to_dict() | {
         "model_type": model_type, "architectures": [cls.__name__], "normgeo": recipe,
         "auto_map": {"AutoConfig": f"{module}.Converted{settings.__name__}"} | headless | auto_map(cls),
@@ -303,7 +310,7 @@ def write_config(
     raw.pop("_name_or_path", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))
     code = inspect.getsource(converted).replace("from normgeo.norms import", "from .normgeo_norms import")
-    classes = [cls, base] if base else [cls]
+    classes = list(dict.fromkeys([cls, *others.values()]))
     code += "\n\n# --- this checkpoint's model ---\n\n"
     for kind in (settings, *classes):
         code += f"from {kind.__module__} import {kind.__name__} as Native{kind.__name__}  # noqa: E402\n"
