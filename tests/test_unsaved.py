@@ -1,6 +1,7 @@
 """What a checkpoint would not tell is refused, and nothing is left behind."""
 
 import copy
+import json
 from dataclasses import replace
 
 import accelerate
@@ -77,6 +78,16 @@ def test_a_model_that_was_offloaded_or_adapted_since_is_not_saved(tmp_path):
     ):
         save(conversion, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_it_is_told_where_weights_are_no_longer_those_of_the_certificate(tmp_path):
+    conversion, told = convert(zoo.tiny("gpt_neox")), []
+    for step in (0.0, 0.01):  # as an adapter that is merged
+        conversion.model.gpt_neox.layers[0].mlp.dense_h_to_4h.weight.data += step
+        save(conversion, tmp_path / str(step))
+        told.append(json.loads((tmp_path / f"{step}/conversion.json").read_text())["changed_since_certified"])
+    assert told == [False, True]
 
 
 def test_a_model_that_still_trains_is_not_saved(tmp_path):

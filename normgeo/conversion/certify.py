@@ -18,7 +18,7 @@ from normgeo.conversion.probing import looked_at, looking_at, outputs_of, same
 from normgeo.conversion.reaching import reaching_inputs, without_effect
 from normgeo.errors import ModelError
 from normgeo.examples import several_inputs
-from normgeo.models import dtype_name, loaded_dtype
+from normgeo.models import dtype_name, loaded_dtype, weights_digest
 from normgeo.trace import evaluating
 
 __all__ = ["TOLERANCE_FLOAT32", "TOLERANCE_FLOAT64", "Certificate", "certificate_inputs", "certify", "listed"]
@@ -51,6 +51,7 @@ class Certificate:
             they write into a stream is not known: for inputs that reach them the certificate says nothing.
         outputs: the outputs that are compared; empty for all. The others need not be equal.
         headless: whether the model without its head (`base_model`), which AutoModel loads, gives the same as well.
+        weights_sha256: the converted model's weights, in their own dtype, that were compared.
     """
 
     passed: bool
@@ -75,6 +76,7 @@ class Certificate:
     unreached: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     headless: bool = False
+    weights_sha256: str = ""
 
     def to_json(self) -> str:
         """The fields as JSON."""
@@ -238,6 +240,7 @@ def certify(
         *own.metrics(), site_mean, **counts,
         unreached=without_effect(original64, unreached, [*inputs, *real]) if unreached else (),
         outputs=looked_at(), headless=_headless(original64, converted64, inputs[0], tolerance),
+        weights_sha256=weights_digest(converted),
     )  # fmt: skip
 
 

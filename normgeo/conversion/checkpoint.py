@@ -37,7 +37,7 @@ from normgeo.conversion.shallow import empty_model
 from normgeo.conversion.trainable import Centered
 from normgeo.converted import PREFIX, part_of, rebuild
 from normgeo.errors import ConversionError, ModelError
-from normgeo.models import dtype_name, loaded_dtype
+from normgeo.models import dtype_name, loaded_dtype, weights_digest
 from normgeo.system.folders import whole_directory
 from normgeo.trace import evaluating
 
@@ -101,6 +101,7 @@ def save(
         raise ConversionError("the certificate did not pass; such a model is not saved")
     model = conversion.model
     _check_told(model, conversion.recipe)
+    changed = weights_digest(model) != conversion.certificate.weights_sha256  # as by training, or an adapter
     native = native_model(conversion)
     with whole_directory(Path(out)) as folder:
         if beside is not None:
@@ -115,7 +116,8 @@ def save(
                 model.generation_config.save_pretrained(folder)  # pyright: ignore
         for extra in extras:
             extra.save_pretrained(folder)
-        (folder / "conversion.json").write_text(json.dumps({**about, **describe(conversion)}, indent=2))
+        told = {**about, **describe(conversion), "changed_since_certified": changed}
+        (folder / "conversion.json").write_text(json.dumps(told, indent=2))
         try:
             read = _read(model, folder)
         except ModelError as error:  # a weight is missing that the class does not tie
