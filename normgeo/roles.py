@@ -210,6 +210,13 @@ def _in_turns(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
     return indices == sorted(indices) and len({i for _, i in a} & {i for _, i in b}) > 1
 
 
+def _unwrapped(layer: Call, calls: list[Call]) -> tuple[Call, list[Call]]:
+    """A layer and the calls in it, without modules around it that give what it gives, as those of `torch.compile`."""
+    while calls and not calls[0].leaf and calls[0].output is layer.output and all(map(calls[0].holds, calls[1:])):
+        layer, *calls = calls
+    return layer, calls
+
+
 class Placer:
     """Gives the norms of one forward pass their places.
 
@@ -251,7 +258,8 @@ class Placer:
 
     def _block(self, running: Call | None, place: tuple[str, int]) -> _Block:
         if running is not None:
-            return _Block(f"{running.name}.", [c for c in self.trace.calls if running.holds(c)], self.trace, running)
+            layer, calls = _unwrapped(running, [c for c in self.trace.calls if running.holds(c)])
+            return _Block(f"{layer.name}.", calls, self.trace, layer)
         prefix = f"{place[0]}.{place[1]}."
         return _Block(prefix, [c for c in self.trace.calls if c.name.startswith(prefix)], self.trace)
 

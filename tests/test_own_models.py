@@ -255,6 +255,7 @@ SEQUENTIAL = [("attention", 0), ("mlp", 0), ("attention", 1), ("mlp", 1), ("fina
 )  # fmt: skip
 def test_an_attention_that_is_no_module_of_its_own(names):
     assert places(Own(Inline(names), Inline(names))) == SEQUENTIAL
+    assert places(Own(*map(torch.compile, (Inline(names), Inline(names))))) == SEQUENTIAL  # wrapped one by one
 
 
 @pytest.mark.parametrize("mixing", [Fused, Scores, Torchs, Wrapped, lambda: Wrapped(Torchs), Raw, Falling])
