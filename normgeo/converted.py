@@ -10,7 +10,7 @@ copy of both, so that it loads without this package. A recipe is plain JSON:
     biases     modules that got a bias they did not have (a norm's beta, folded)
     heads      tied heads: name -> width of what they read
     shapes     parameter -> its new shape, null for an axis that stays as it is
-    folded     norms whose gamma and beta went into their readers
+    folded     norm -> the parameters of its readers, that its gamma and beta went into
     scales     what multiplied writers of what is compressed (LayerScale)
     writers, readers   [parameter, axis] of what is compressed
 """
@@ -274,7 +274,7 @@ def _as_deep(recipe: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """What a recipe says of a model that is loaded with fewer layers, by `num_hidden_layers=4` or the like.
 
     Raises:
-        ValueError: norms of those left out are folded: maybe into the next layer, which other norms precede then.
+        ValueError: norms are folded into what is left out, or those left out into what is there, as the next layer.
     """
 
     def there(name: str) -> bool:
@@ -285,11 +285,15 @@ def _as_deep(recipe: dict[str, Any], model: nn.Module) -> dict[str, Any]:
             module = getattr(module, part, None)
         return True
 
-    if absent := next((name for name in recipe.get("folded", ()) if not there(name)), None):
-        raise ValueError(
-            f"{absent} is folded into what reads it, and the configuration tells of fewer layers: load all of them, or "
-            "convert the original with fewer layers"
-        )
+    folded = recipe.get("folded", {})
+    if not isinstance(folded, dict):  # of earlier versions, who tell of no readers: any
+        folded = dict.fromkeys(folded, ("",))
+    for name, readers in folded.items():
+        if any(there(reader) != there(name) for reader in readers):
+            raise ValueError(
+                f"{name} is folded into what reads it, and the configuration tells of fewer layers: load all of them, "
+                "or convert the original with fewer layers"
+            )
     return _renamed(recipe, lambda name: name if there(name) else None)
 
 

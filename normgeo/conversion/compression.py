@@ -49,13 +49,13 @@ def fold(
     for reader in gauge.readers:
         if reader.norm in readers:
             readers[reader.norm].append(reader)
-    recipe["biases"], recipe["readers"], recipe["folded"] = [], [], []
+    recipe["biases"], recipe["readers"], recipe["folded"] = [], [], {}
     once = {name for name in names if sum(site.name == name for site in gauge.sites) == 1}
     known = [(name, group) for name, group in readers.items() if group and name in once]  # what reads them, is known
     for some in _portions(exact, known):
         for name, group, biases in _folded(exact, some, inputs, truth):
             recipe["norms"][name] = recipe["norms"][name] | {"affine": False, "bias": False, "offset": 0.0}
-            recipe["folded"].append(name)
+            recipe["folded"][name] = [r.parameter for r in group]
             recipe["biases"] += biases
             recipe["readers"] += [[r.parameter, r.axis] for r in group]
 
