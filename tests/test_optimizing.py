@@ -286,8 +286,9 @@ def test_hidden_states_and_hooks_are_refused(converted):
     lambda model, ids: torch.compile(model, backend="eager", fullgraph=True)(ids),
 ], ids=["export", "strict", "trace", "compile"])  # fmt: skip
 def test_to_be_compiled_exported_or_traced_whole_it_refuses(write, converted):
-    model, ids = optimize(converted("gpt2")), torch.tensor([[1, 2, 3]])
-    model.config.use_cache = False
+    model, ids = converted("gpt2"), torch.tensor([[1, 2, 3]])
+    model.compile(backend="eager", fullgraph=True)  # which is undone
+    optimize(model).config.use_cache = False
     torch._dynamo.reset()  # which remembers what it could not compile
     with pytest.raises(Exception, match="trace the converted one"):
         write(model, ids)

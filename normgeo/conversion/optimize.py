@@ -179,7 +179,7 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
     last bit, and with the kernels close to them. An optimized model, and every part of it that is called alone, refuses
     to run under autograd, with hooks on its norms or in its blocks, and where hidden states are asked for. Its
     parameters, state dict and `generate` are as before; passes of several threads take turns. It is pickled as the
-    model it was. To compile, export or trace a model, take the converted one.
+    model it was. To compile, export or trace a model, take the converted one: what `model.compile()` did is undone.
 
     Args:
         model: a converted model, in evaluation mode; it is changed and given back.
@@ -229,6 +229,8 @@ def optimize(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None) ->
             if "normgeo_stream" in module.__dict__:
                 module.__dict__ = _unfused(module)
         raise
+    for module in model.modules():  # no pass is compiled any more, and one that has to be whole would be refused
+        module._compiled_call_impl = None
     return model
 
 
