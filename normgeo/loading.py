@@ -197,7 +197,10 @@ def config_and_class(path: str, options: dict[str, Any], trust: bool) -> tuple[P
 def _named(config: PretrainedConfig) -> Any | None:
     """The class of transformers that a configuration names first; None where it names none."""
     found = (getattr(transformers, str(name), None) for name in config.architectures or ())
-    return next((cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+    models = (cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel))
+    return next(
+        (cls for cls in models if cls.forward is not nn.Module.forward), None
+    )  # else it is what others build on
 
 
 def _registered(config: PretrainedConfig) -> Any | None:

@@ -80,12 +80,17 @@ def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -
             f"{name} has weights of more layers than its config.json tells of: {_counted(unused)} left out",
             stacklevel=4,
         )
-    elif unexpected and not {c.__name__ for c in type(model).__mro__} & set(map(str, model.config.architectures or ())):
+    elif unexpected and not _classes(model) & set(map(str, model.config.architectures or ())):
         warnings.warn(
             f"{name} is loaded as {type(model).__name__}, since the architectures in its config.json name no class of "
             f"transformers: {_counted(unexpected)} left out",
             stacklevel=4,
         )
+
+
+def _classes(model: PreTrainedModel) -> set[str]:
+    """The names of a model's classes, without those that others build on."""
+    return {cls.__name__ for cls in type(model).__mro__ if "forward" in vars(cls)}
 
 
 def _embeddings(model: PreTrainedModel) -> Iterator[Any]:

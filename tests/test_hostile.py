@@ -273,7 +273,7 @@ def test_a_name_that_python_cannot_pass_on_is_refused_before_the_work(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("architectures", [[], ["Unknown"], ["GPT2Config"]])
+@pytest.mark.parametrize("architectures", [[], ["Unknown"], ["GPT2Config"], ["PreTrainedModel"]])
 def test_a_head_that_no_configuration_names_is_said_to_be_left_out(architectures, tmp_path):
     tiny("gpt_neox").save_pretrained(tmp_path / "m")
     raw = json.loads((tmp_path / "m" / "config.json").read_text())
