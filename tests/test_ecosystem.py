@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from zoo import SMALL, perturb, tiny
 
 from normgeo import convert, decompress, load_model, optimize
@@ -259,6 +260,29 @@ def test_a_shard_without_its_embedding_is_said(by_shard, tmp_path):
     index.write_text(json.dumps(record))
     with pytest.raises(NormGeoError, match=r"lm_head\.weight|wte\.weight"):
         convert_checkpoint(str(tmp_path / "in"), tmp_path / "out", by_shard=by_shard)
+
+
+def test_a_weight_of_another_shape_is_said_whatever_layer_it_is_of(tmp_path):
+    config = hf.GPTNeoXConfig(**SMALL | {"num_hidden_layers": 8})
+    hf.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "in")
+    weights, name = tmp_path / "in/model.safetensors", "gpt_neox.layers.6.mlp.dense_h_to_4h.bias"
+    save_file(load_file(weights) | {name: torch.zeros(60)}, weights, {"format": "pt"})
+    with pytest.raises(ConversionError, match=rf"has {name} of shape \(60,\), and its config\.json tells of \(64,\)"):
+        convert_sharded(tmp_path / "in", tmp_path / "out")
+
+
+def test_weights_that_the_configuration_names_are_those_that_are_converted(tmp_path):
+    """Also where others lie beside them, under the usual name."""
+    model, settings = tiny("gpt_neox"), tmp_path / "in/config.json"
+    model.save_pretrained(tmp_path / "in")
+    save_file(load_file(tmp_path / "in/model.safetensors"), tmp_path / "in/own.safetensors", {"format": "pt"})
+    perturb(model, 1).save_pretrained(tmp_path / "in")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"transformers_weights": "own.safetensors"}))
+    with pytest.raises(ConversionError, match=r"names 'own\.safetensors' .*not read by shard; convert it in memory"):
+        convert_checkpoint(str(tmp_path / "in"), tmp_path / "out", by_shard=True)
+    convert_checkpoint(str(tmp_path / "in"), tmp_path / "out", by_shard=False)
+    read, wanted = load_model(tmp_path / "out"), tiny("gpt_neox")
+    torch.testing.assert_close(read(input_ids=IDS).logits, wanted(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{"model_type": "no-such"}, {"architectures": ["ViTModel"]}], ids=["type", "class"])

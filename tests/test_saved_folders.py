@@ -338,8 +338,8 @@ def test_a_shallow_model_leaves_the_random_numbers_of_others_alone(monkeypatch):
     assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
 
 
-def test_by_shard_a_head_that_is_untied_is_so_for_the_part_for_text():
-    """Whose own configuration would tie it again."""
+def test_by_shard_what_is_untied_and_the_dtype_are_so_for_the_part_for_text():
+    """Whose own configuration would tie the head again."""
     config = hf.Blip2Config(text_config={"model_type": "opt"})
     converted = copy.deepcopy(config)
     for part in (converted, converted.text_config):
@@ -347,6 +347,7 @@ def test_by_shard_a_head_that_is_untied_is_so_for_the_part_for_text():
     saved = sharded._config(config, converted, torch.float16)
     assert config.text_config.tie_word_embeddings is False
     assert saved.tie_word_embeddings is False
+    assert {part.dtype for part in (saved, saved.text_config, saved.vision_config)} == {torch.float16}
 
 
 def test_by_shard_a_models_own_names_are_not_taken_for_older_ones(tmp_path):

@@ -309,7 +309,8 @@ def write_config(
         "dtype": dtype_name(loaded_dtype(conversion.model)),
         "transformers_version": transformers.__version__,
     }  # fmt: skip
-    raw.pop("_name_or_path", None)
+    for name in ("_name_or_path", "transformers_weights"):  # the original's
+        raw.pop(name, None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True))
     code = inspect.getsource(converted).replace("from normgeo.norms import", "from .normgeo_norms import")
     classes = list(dict.fromkeys([cls, *others.values()]))

@@ -64,13 +64,14 @@ class Shards:
                 f"{folder / INDEX} names {elsewhere[0]!r}, which is no file right in that directory; convert it in "
                 "memory, by --in-memory (by_shard=False)"
             )
-        self.folder, self.home, self.stored = folder, {}, {}
+        self.folder, self.home, self.stored, self.shapes = folder, {}, {}, {}
         named = _namer(model)
         for file in self.files:
             with safe_open(folder / file, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
                     name = named(key)
                     self.home[name], self.stored[name] = file, key
+                    self.shapes[name] = tuple(opened.get_slice(key).get_shape())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,8 +179,13 @@ def convert_sharded(
 def _check_configuration(source: Path, config: PretrainedConfig) -> None:
     """Refuse quantized weights, and a checkpoint that was written here.
 
-    Its recipe names layers that a shallow copy does not have.
+    Its recipe names layers that a shallow copy does not have. Nor is one taken whose weights have a name of their own.
     """
+    if named := getattr(config, "transformers_weights", None):  # which is what transformers reads, whatever lies beside
+        raise ConversionError(
+            f"{source} names {named!r} as its weights (transformers_weights), which is not read by shard; convert it "
+            "in memory, by --in-memory (by_shard=False)"
+        )
     if getattr(config, "quantization_config", None):  # whose tensors have other names and shapes than the model's
         raise ConversionError(f"{source} cannot be converted by shard: {REMEDY['quantization_config']}")
     if not str(config.model_type).startswith(PREFIX) or not hasattr(config, "normgeo"):
@@ -197,7 +203,8 @@ def _check_configuration(source: Path, config: PretrainedConfig) -> None:
 
 def _check_names(deep: PreTrainedModel, shards: Shards, source: Path) -> None:
     """Refuse a checkpoint without all of its model; what is not of the model is left out, as loading does."""
-    wanted, have = set(deep.state_dict()), set(shards.home)
+    shapes = {name: tuple(value.shape) for name, value in deep.state_dict().items()}
+    wanted, have = set(shapes), set(shards.home)
     if missing := sorted(wanted - have - _stored_once(deep, have)):
         first, *others = missing
         raise ConversionError(
@@ -206,6 +213,11 @@ def _check_names(deep: PreTrainedModel, shards: Shards, source: Path) -> None:
         )
     warn_of_more(str(source), deep, have - wanted)  # others are buffers that older versions of transformers stored
     shards.leave_out(have - wanted)
+    if wrong := sorted(name for name in shards.home if shards.shapes[name] != shapes[name]):
+        raise ConversionError(
+            f"the checkpoint has {wrong[0]} of shape {shards.shapes[wrong[0]]}, and its config.json tells of "
+            f"{shapes[wrong[0]]}; get it again, or correct that"
+        )
     for name, *others in ([name for name in group if name in have] for group in tied(deep)):
         if another := next((n for n in others if not torch.equal(shards.read(n), shards.read(name))), None):
             raise ConversionError(
@@ -326,7 +338,9 @@ def _untied(first: PreTrainedModel, converted: PreTrainedModel, to: Spread) -> l
 
 def _config(config: PretrainedConfig, converted: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
     """The configuration that is saved, which ties what the converted one ties: also that of a part for text."""
-    config.dtype = dtype
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):  # as it is loaded
+        if part is not None:
+            part.dtype = dtype
     for saved, other in ((config, converted), (config.get_text_config(), converted.get_text_config())):
         if hasattr(other, "tie_word_embeddings"):
             saved.tie_word_embeddings = other.tie_word_embeddings
