@@ -183,7 +183,7 @@ def test_hooks_on_every_module_are_refused(register):
     optimize(model)
     with getattr(global_hooks, register)(lambda *_: None):
         for part in (model, model.transformer):
-            with pytest.raises(ConversionError, match="every module"):
+            with pytest.raises(ConversionError, match=r"every module .* as FlopCounterMode sets"):
                 part(ids)
     assert model(ids).logits.isfinite().all()
 

@@ -66,7 +66,7 @@ def _allowed(hook: Any, module: nn.Module) -> bool:
 def _hooked(modules: Iterable[nn.Module]) -> str | None:
     """The name of the first of these that somebody else's hooks are on."""
     if any(GLOBAL):
-        return "every module"
+        return "every module (a global one of torch's, as FlopCounterMode sets)"
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             if hooks and not all(_allowed(hook, module) for hook in hooks.values()):
