@@ -9,8 +9,8 @@ import pytest
 
 from normgeo.angles.runs import RunConfig
 from normgeo.store.capture import CaptureConfig, start_capture
-from normgeo.store.layout import read_record, write_record
 from normgeo.store.objects import storage_at
+from normgeo.store.records import read_record, write_record
 
 N, CONTEXT = 700, 20
 

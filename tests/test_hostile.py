@@ -27,8 +27,8 @@ from normgeo.conversion.sharded import convert_sharded
 from normgeo.errors import ConversionError, ModelError, NormGeoError, RunError, StoreError
 from normgeo.store.capture import resume_capture
 from normgeo.store.check import verify
-from normgeo.store.layout import read_record, write_record
 from normgeo.store.objects import storage_at
+from normgeo.store.records import read_record, write_record
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.system.files import write_json

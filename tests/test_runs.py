@@ -274,8 +274,8 @@ def test_a_record_without_models_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(("models", "names", "says"), [
-    ([], ["m"], r"run\.json is damaged \(its models are \[\]\)"),
-    ({"m": None}, ["m"], r"run\.json is damaged \(its models are {'m': None}\)"), ({}, [], "there is no model"),
+    ([], ["m"], r"run\.json is damaged, .*models is \[\], no dict"),
+    ({"m": None}, ["m"], r"run\.json is damaged, .*models\.m is None, no dict"), ({}, [], "there is no model"),
 ])  # fmt: skip
 def test_a_record_of_no_models_is_one_error(models, names, says, tmp_path):
     record = {"status": "running", "models": models, "config": {"models": names}}

@@ -22,8 +22,8 @@ from normgeo.errors import DataError, StoreError
 from normgeo.store import capture, scan
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
-from normgeo.store.layout import read_record, write_record
 from normgeo.store.rebuild import RECIPES, find_rebuild, same_bits
+from normgeo.store.records import read_record, write_record
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 

@@ -20,7 +20,7 @@ from normgeo.models import tokenizer_digest
 from normgeo.store import capture
 from normgeo.store.capture import resume_capture
 from normgeo.store.check import verify
-from normgeo.store.layout import read_record, write_record
+from normgeo.store.records import read_record, write_record
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.tokens import load_tokens

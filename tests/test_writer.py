@@ -32,7 +32,7 @@ def written(path, pre, post, dtype="float32", chunk=8):
         writer.take(0, "pre", pre)
         writer.take(0, "post", post)
         writer.finish(batch)
-    return read_commit(disk, 0, "mine")
+    return read_commit(disk, 0, layout, "mine")
 
 
 def test_a_chunk_holds_a_token_at_least():

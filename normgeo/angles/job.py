@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -22,10 +22,11 @@ from normgeo.numbers import LEAST, check_numbers
 from normgeo.sites import NormSite, find_sites, select_sites
 from normgeo.stream import check_context, check_pass
 from normgeo.system.files import unreadable
+from normgeo.system.records import read_as
 from normgeo.system.timing import device_name
 from normgeo.tokens import TokenStream, absolute, counted, holds_ids, load_tokens, on_hub
 
-__all__ = ["SAME", "Job", "RunConfig", "check_same", "empty_statistics", "prepare", "revision_in"]
+__all__ = ["SAME", "About", "Job", "RunConfig", "RunRecord", "check_same", "empty_statistics", "prepare", "revision_in"]
 
 BLOCK_TOKENS = 16_384
 KEEP_SCALARS_UP_TO = 2_000_000
@@ -107,8 +108,8 @@ class RunConfig:
             RunError: it is damaged, or of another version of normgeo.
         """
         try:
-            return cls(**record | {"models": tuple(record["models"])})
-        except (LookupError, TypeError, NormGeoError) as error:
+            return read_as(cls, record, "config")
+        except (TypeError, NormGeoError) as error:
             raise unreadable(where, error, "start again in another directory") from error
 
     def consented(self, trust_remote_code: bool, where: Path | str) -> RunConfig:
@@ -146,6 +147,33 @@ class RunConfig:
             return str(Path(name).absolute()) if name not in ("", *EMBEDDED) and Path(name).exists() else name
 
         return replace(self, models=tuple(map(path, self.models)), data=self.data and absolute(self.data))
+
+
+class _Later(TypedDict, total=False):
+    """What earlier versions did not record."""
+
+    data_revision: str | None
+    marks: list[tuple[int, int, int]]
+    row: int | None
+
+
+class About(_Later):
+    """What is read again of what a run records of a model and its tokens; the rest is compared, or for people."""
+
+    model: str
+    data_sha256: str
+    packing: str
+    context: int
+    n_tokens: int
+    sites: list[NormSite]
+
+
+class RunRecord(TypedDict):
+    """What is read again of `run.json`."""
+
+    status: str
+    config: dict[str, Any]
+    models: dict[str, About]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 from normgeo import figures
 from normgeo.angles.cost import check_space, cost
-from normgeo.angles.job import Job, RunConfig, check_same, empty_statistics, prepare, revision_in
+from normgeo.angles.job import Job, RunConfig, RunRecord, check_same, empty_statistics, prepare, revision_in
 from normgeo.angles.measure import AngleTable, check_seen
 from normgeo.angles.report import page
 from normgeo.angles.scalars import ScalarWriter, bytes_needed
@@ -35,10 +35,11 @@ from normgeo.errors import NormGeoError, RunError
 from normgeo.loading import check_there, label_of
 from normgeo.models import on_cpu
 from normgeo.stream import stream
-from normgeo.system.files import check_folder, disk_explained, is_full, write_json, write_whole
+from normgeo.system.files import check_folder, disk_explained, is_full, unreadable, write_json, write_whole
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.ranks import Ranks
+from normgeo.system.records import read_as
 from normgeo.system.versions import command_line, versions
 from normgeo.tokens import TokenBatch
 
@@ -182,15 +183,14 @@ def resume_run(
 
 
 def _read(out: Path) -> dict[str, Any]:
+    file = out / "run.json"
     try:
-        record = json.loads((out / "run.json").read_text())
-    except ValueError as error:
-        raise RunError(f"{out / 'run.json'} is damaged ({error}); start again in another directory") from error
-    if not isinstance(record, dict) or not {"status", "config", "models"} <= record.keys():
-        raise RunError(f"{out / 'run.json'} is no record of a run; give another directory")
-    models = record["models"]
-    if not isinstance(models, dict) or not all(isinstance(about, dict) for about in models.values()):
-        raise RunError(f"{out / 'run.json'} is damaged (its models are {models!r}); start again in another directory")
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict) or not RunRecord.__required_keys__ <= record.keys():
+            raise RunError(f"{file} is no record of a run; give another directory")
+        read_as(RunRecord, record)
+    except (ValueError, TypeError) as error:
+        raise unreadable(file, error, "start again in another directory") from error
     return record
 
 

@@ -21,10 +21,11 @@ from normgeo.angles.statistics import PHASES
 from normgeo.errors import NormGeoError, StoreError
 from normgeo.models import dtype_name, on_cpu
 from normgeo.store.check import check_free, interrupted, length_problems, metadata_problems
-from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_state, write_record
+from normgeo.store.layout import CHUNK_BYTES, Commit, Layout, create, put_back, read_state
 from normgeo.store.objects import storage_at
 from normgeo.store.reader import HiddenStateStore
 from normgeo.store.rebuild import Rebuild, find_rebuild
+from normgeo.store.records import write_record
 from normgeo.store.storage import Storage
 from normgeo.store.writer import StoreWriter
 from normgeo.stream import stream

@@ -18,16 +18,14 @@ from normgeo.store.layout import (
     Layout,
     committed_rows,
     read_commit,
-    read_file,
-    read_record,
     read_store,
     state_file,
-    understood,
-    unread,
 )
 from normgeo.store.objects import storage_at
+from normgeo.store.records import read_file, read_record, understood, unread
 from normgeo.store.storage import Storage
 from normgeo.system.progress import progress_bar
+from normgeo.system.records import read_as
 
 __all__ = ["check_free", "interrupted", "length_problems", "metadata_problems", "verify"]
 
@@ -72,7 +70,7 @@ def _checks(storage: Storage, layout: Layout, rows: Sequence[int], store: str) -
 
     def record(row: int) -> Commit | str:
         try:
-            return read_commit(storage, row, store)
+            return read_commit(storage, row, layout, store)
         except StoreError as error:
             return str(error)
 
@@ -144,7 +142,7 @@ def metadata_problems(storage: Storage) -> list[str]:
     try:
         record = read_record(storage, "manifest.json")
         with understood(storage, "manifest.json"):
-            sums = dict(record["files"])
+            sums = read_as(dict[str, str], record["files"], "files")
     except StoreError as error:
         return [str(error)]
     found = storage.each(lambda item: _file_problems(storage, f"hidden.zarr/{item[0]}", item[1]), sums.items())

@@ -19,14 +19,14 @@ once its record is there. bfloat16, which zarr does not know, lies as uint16 wit
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import safetensors.torch
@@ -36,16 +36,19 @@ from torch import Tensor
 from zarr.codecs import Crc32cCodec
 from zarr.storage import MemoryStore
 
-from normgeo.errors import StoreError, said
+from normgeo.angles.job import About
+from normgeo.errors import StoreError
 from normgeo.models import dtype_name
 from normgeo.sites import NormSite
 from normgeo.store.rebuild import Rebuild
+from normgeo.store.records import identity, read_record, understood, unread, write_record
 from normgeo.store.storage import Storage
+from normgeo.system.records import read_as
 
 __all__ = [
     "CHUNK_BYTES", "TOKENS", "TRAILER", "ArraySpec", "Commit", "Layout", "array_in", "as_numbers", "as_numpy",
-    "as_torch", "committed_rows", "create", "identity", "put_back", "read_commit", "read_file", "read_log",
-    "read_record", "read_state", "read_store", "state_file", "understood", "unread", "write_commit", "write_record",
+    "as_torch", "commit_file", "committed_rows", "create", "put_back", "read_commit", "read_log", "read_state",
+    "read_store", "state_file", "write_commit",
 ]  # fmt: skip
 
 CHUNK_BYTES = 16 << 20
@@ -97,11 +100,21 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of a store and how they are cut: every chunk holds `chunk` tokens, a power of two."""
+    """The arrays of a store and how they are cut: every chunk holds `chunk` tokens, a power of two.
+
+    Raises:
+        ValueError: numbers that no layout has, or arrays that are not first those of tokens.
+    """
 
     n_tokens: int
     chunk: int
     arrays: tuple[ArraySpec, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.n_tokens, self.chunk, *(spec.heads for spec in self.arrays)) < 1:
+            raise ValueError("tokens, chunks and heads are at least 1")
+        if tuple(spec.name for spec in self.arrays[: len(TOKENS)]) != tuple(f"tokens/{name}" for name in TOKENS):
+            raise ValueError(f"its first arrays are not {', '.join(TOKENS)}")
 
     @classmethod
     def of(
@@ -111,15 +124,10 @@ class Layout:
         """The layout of these phases of these sites, whose hidden states are of these dtypes."""
         arrays = [ArraySpec(f"tokens/{name}", "int64", 0, 1, -1, name) for name in TOKENS]
         for i, (site, dtype) in enumerate(zip(sites, dtypes, strict=True)):
-            arrays += [ArraySpec(f"sites/{site.key}/{p}", dtype, site.d, site.heads, i, p) for p in phases]
+            arrays += [_spec(site, dtype, phase, i) for phase in phases]
         at_most = max(1, chunk_bytes // max(spec.token_bytes for spec in arrays))
         chunk = min(1 << (at_most.bit_length() - 1), 1 << (n_tokens - 1).bit_length())
         return cls(n_tokens, chunk, tuple(arrays))
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Layout:
-        """What `asdict` made a record of."""
-        return cls(record["n_tokens"], record["chunk"], tuple(ArraySpec(**spec) for spec in record["arrays"]))
 
     @property
     def rows(self) -> int:
@@ -134,7 +142,12 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of chunks."""
-        return sum(self.chunk * spec.token_bytes + TRAILER for spec in self.arrays)
+        return sum(n + TRAILER for n in self.chunk_bytes.values())
+
+    @functools.cached_property
+    def chunk_bytes(self) -> dict[str, int]:
+        """Bytes of the numbers in a chunk of every array, by its name."""
+        return {spec.name: self.chunk * spec.token_bytes for spec in self.arrays}
 
     def row_of(self, token: int) -> int:
         """The row of chunks that a token is in."""
@@ -147,6 +160,11 @@ class Layout:
     def stop(self, row: int) -> int:
         """The token after the last of a row."""
         return min(self.n_tokens, (row + 1) * self.chunk)
+
+
+def _spec(site: NormSite, dtype: str, phase: str, index: int) -> ArraySpec:
+    """The array of a phase of a site."""
+    return ArraySpec(f"sites/{site.key}/{phase}", dtype, site.d, site.heads, index, phase)
 
 
 def as_numpy(x: Tensor) -> np.ndarray:
@@ -177,24 +195,38 @@ def array_in(files: Mapping[str, bytes], name: str) -> Tensor | None:
     return as_torch(np.frombuffer(bytearray(files[f"{name}/c.0"][:-TRAILER]), _stored_as(dtype)), dtype)
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- what store.json says --------------------------------------------------------------------------------------------
 
 
-def read_record(storage: Storage, name: str) -> dict[str, Any]:
-    """What `write_record` wrote.
+class _Identity(TypedDict):
+    about: About
+    label: str
+    batch: int
+    null: int
+    null_every: int
+    seed: int
 
-    Raises:
-        StoreError: it is missing, cannot be read, or is damaged.
-    """
-    try:
-        content = json.loads(storage.read(name))
-    except OSError as error:
-        raise StoreError(unread(storage, name, error)) from error
-    except ValueError as error:
-        raise StoreError(f"{storage.at(name)} is damaged ({error})") from error
-    if not isinstance(content, dict) or content.pop("sha256", None) != identity(content):
-        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong (or it is of another version's store)")
-    return content
+
+class _Provenance(TypedDict):
+    identity: _Identity
+
+
+class _Capture(TypedDict):
+    phases: list[str]
+    chunk_bytes: int
+
+
+class _OnceComplete(TypedDict, total=False):
+    results: dict[str, str]
+
+
+class _Record(_OnceComplete):
+    """What is read again of `store.json`."""
+
+    status: str
+    capture: _Capture
+    provenance: _Provenance
+    layout: Layout
 
 
 def read_store(storage: Storage) -> tuple[dict[str, Any], Layout, str]:
@@ -207,53 +239,15 @@ def read_store(storage: Storage) -> tuple[dict[str, Any], Layout, str]:
         raise StoreError(f"{storage} is no store of hidden states: it has no store.json")
     record = read_record(storage, "store.json")
     with understood(storage, "store.json"):
-        about = {"provenance": record["provenance"]["identity"], "layout": record["layout"]}
-        layout = Layout.from_json(record["layout"])
+        found: _Record = read_as(_Record, record, "its record")
+        layout, of = found["layout"], found["provenance"]["identity"]
         _ = layout.nbytes  # which all of it is needed for
+        for spec in layout.arrays[len(TOKENS) :]:
+            site = of["about"]["sites"][spec.site]
+            if spec.site < 0 or spec != _spec(site, spec.dtype, spec.phase, spec.site):
+                raise ValueError(f"{spec.name} is not of the site that it says")
+        about = {"provenance": record["provenance"]["identity"], "layout": record["layout"]}
     return record, layout, identity(about)
-
-
-@contextmanager
-def understood(storage: Storage, name: str) -> Iterator[None]:
-    """While what a record says is read, for checksums do not tell who wrote it: what cannot be is a StoreError."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise StoreError(f"{storage.at(name)} is damaged, or of another version's store ({said(error)})") from error
-
-
-def write_record(
-    write: Callable[[str, bytes], None], name: str, content: dict[str, Any], indent: int | None = None
-) -> None:
-    """Write JSON, and in it the sha256 of what it says, by a storage's `put` or `create`."""
-    text = json.dumps(content | {"sha256": identity(content)}, indent=indent, separators=None if indent else (",", ":"))
-    write(name, text.encode() + b"\n")
-
-
-def identity(content: Any) -> str:
-    """sha256 of anything that JSON can hold."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def read_file(storage: Storage, name: str, sha256: str) -> bytes:
-    """What is in a file of which the sha256 is known.
-
-    Raises:
-        StoreError: it cannot be read, or holds something else.
-    """
-    try:
-        content = storage.read(name)
-    except OSError as error:
-        raise StoreError(unread(storage, name, error)) from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise StoreError(f"{storage.at(name)} is damaged: its checksum is wrong")
-    return content
-
-
-def unread(storage: Storage, name: str, error: OSError) -> str:
-    """In words, that a file cannot be read."""
-    missing = isinstance(error, FileNotFoundError)
-    return f"{storage.at(name)} is missing" if missing else f"{storage.at(name)} cannot be read: {error.strerror}"
 
 
 # --- the commit log --------------------------------------------------------------------------------------------------
@@ -295,7 +289,7 @@ def write_commit(storage: Storage, commit: Commit) -> None:
     write_record(storage.create, commit_file(commit.row), asdict(commit))
 
 
-def read_commit(storage: Storage, row: int, store: str) -> Commit:
+def read_commit(storage: Storage, row: int, layout: Layout, store: str) -> Commit:
     """The record of a row.
 
     Raises:
@@ -306,18 +300,23 @@ def read_commit(storage: Storage, row: int, store: str) -> Commit:
     with understood(storage, file):
         if content["store"] != store or content["row"] != row:
             raise StoreError(f"{storage.at(file)} belongs to another store, or to another row of it")
-        chunks = {sys.intern(name): (int(size), int(crc)) for name, (size, crc) in content["chunks"].items()}
-        return Commit(**content | dict[str, Any](chunks=chunks))
+        # what `read_as` would take far longer for: a large store has millions of chunks
+        chunks = {sys.intern(name): (size, int(crc)) for name, (size, crc) in content["chunks"].items()}
+        commit = Commit(**content | {"chunks": chunks, "post": {k: int(crc) for k, crc in content["post"].items()}})
+        whole = (commit.start, commit.stop) == (layout.start(row), layout.stop(row))
+        if not whole or {name: size for name, (size, _) in chunks.items()} != layout.chunk_bytes:
+            raise ValueError("it is not of the tokens, or not of the chunks, that a row of the store has")
+        return commit
 
 
-def read_log(storage: Storage, store: str) -> dict[int, Commit]:
+def read_log(storage: Storage, layout: Layout, store: str) -> dict[int, Commit]:
     """The records that are there, by row. The processes of a run commit theirs apart: while it runs there are gaps.
 
     Raises:
         StoreError: a record is damaged, or of another store.
     """
     rows = committed_rows(storage)
-    return dict(zip(rows, storage.each(lambda row: read_commit(storage, row, store), rows), strict=True))
+    return dict(zip(rows, storage.each(lambda row: read_commit(storage, row, layout, store), rows), strict=True))
 
 
 def committed_rows(storage: Storage) -> list[int]:

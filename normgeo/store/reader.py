@@ -32,16 +32,14 @@ from normgeo.store.layout import (
     array_in,
     as_numbers,
     as_torch,
-    identity,
-    read_file,
     read_log,
-    read_record,
     read_store,
-    understood,
-)  # fmt: skip
+)
 from normgeo.store.objects import storage_at
 from normgeo.store.rebuild import Rebuild, standardized
+from normgeo.store.records import identity, read_file, read_record, understood
 from normgeo.store.storage import Storage
+from normgeo.system.records import read_as
 from normgeo.tokens import TokenStream
 
 __all__ = ["HiddenStateStore", "HiddenStates", "seen"]
@@ -214,14 +212,13 @@ class HiddenStateStore:
         self.storage = storage_at(path)
         self.record, self.layout, self.store_id = read_store(self.storage)
         self.provenance: dict[str, Any] = self.record["provenance"]
-        self.committed: dict[int, Commit] = read_log(self.storage, self.store_id)
+        self.committed: dict[int, Commit] = read_log(self.storage, self.layout, self.store_id)
         if self.record["status"] == "complete" and len(self.committed) < self.layout.rows:
             raise StoreError(f"{self.storage} lacks records of rows; normgeo capture --resume {self.storage} mends it")
         rows = itertools.takewhile(lambda row: row in self.committed, itertools.count())
         self.commit_log: list[Commit] = [self.committed[row] for row in rows]
         self.n_tokens = self.commit_log[-1].stop if self.commit_log else 0
-        with understood(self.storage, "store.json"):
-            self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
+        self.sites = [NormSite(**site) for site in self.provenance["identity"]["about"]["sites"]]
 
     def __repr__(self) -> str:
         tokens = f"{self.n_tokens:,} of {self.layout.n_tokens:,} tokens"
@@ -326,7 +323,7 @@ class HiddenStateStore:
         found: dict[str, dict[str, str]] = {}
         record = read_record(self.storage, "manifest.json")
         with understood(self.storage, "manifest.json"):
-            files = dict(record["files"])
+            files = read_as(dict[str, str], record["files"], "files")
         for name, sha256 in files.items():
             if of_norm := re.fullmatch(r"sites/(.+?)/(zarr\.json|gain/.+|bias/.+)", name):
                 found.setdefault(of_norm[1], {})[of_norm[2]] = sha256

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import accelerate
 import numpy as np
@@ -27,6 +27,7 @@ from normgeo.models import tokenizer_digest
 from normgeo.numbers import check_number
 from normgeo.system.files import check_folder, disk_explained, status_in, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
+from normgeo.system.records import read_as
 from normgeo.system.versions import command_line, versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
 from normgeo.training.accelerators import by_first, check_agreed, loss_explained, processes, start_accelerator
@@ -214,6 +215,14 @@ def _tokenizer_digest(out: Path) -> str | None:
     return None if tokenizer is None else tokenizer_digest(tokenizer)
 
 
+class _Record(TypedDict):
+    """What is read again of `train.json`."""
+
+    status: str
+    config: TrainConfig
+    recipe: Recipe
+
+
 def _read(out: Path) -> tuple[dict[str, Any], TrainConfig, Recipe]:
     """The record of a training that is to be finished, and the settings in it."""
     path = out / "train.json"
@@ -221,13 +230,12 @@ def _read(out: Path) -> tuple[dict[str, Any], TrainConfig, Recipe]:
         raise RunError(f"{out} holds no train.json; there is no training to resume")
     try:
         record = json.loads(path.read_text())
-        complete = record["status"] == "complete"
-        config, recipe = TrainConfig(**record["config"]), Recipe(**record["recipe"])
-    except (ValueError, LookupError, TypeError, NormGeoError) as error:
+        found = read_as(_Record, record)
+    except (ValueError, TypeError, NormGeoError) as error:
         raise unreadable(path, error, "start again in another directory") from error
-    if complete:
+    if found["status"] == "complete":
         raise RunError(f"the training in {out} is complete")
-    return record, config, recipe
+    return record, found["config"], found["recipe"]
 
 
 def _stored(out: Path, config: TrainConfig) -> Path | None:
