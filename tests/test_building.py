@@ -53,7 +53,7 @@ def test_they_are_built_once_and_kept(cache):
     assert (cache / "normgeo" / name).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("what", ["source", "flags", "processor", "header", "compiler"])
+@pytest.mark.parametrize("what", ["source", "flags", "processor", "header", "compiler", "words"])
 def test_another_source_header_flag_compiler_or_processor_is_another_file(cache, small, monkeypatch, tmp_path, what):
     before = compiling.compiled(small)
     if what == "source":
@@ -64,10 +64,12 @@ def test_another_source_header_flag_compiler_or_processor_is_another_file(cache,
         for header in compiling.HERE.glob("*.h"):
             (tmp_path / header.name).write_text(header.read_text() + "// changed\n" * (header.stem == "lanes"))
         monkeypatch.setattr(compiling, "HERE", tmp_path)
-    elif what == "compiler":
-        (tmp_path / "newer").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 99.1 || exec {GXX} "$@"\n')
-        (tmp_path / "newer").chmod(0o755)
-        monkeypatch.setenv("CXX", str(tmp_path / "newer"))
+    elif what in ("compiler", "words"):  # as ccache g++ are two
+        words = {"compiler": "", "words": "shift;"}[what]
+        file, last = tmp_path / "newer", {"compiler": "", "words": " g++"}[what]
+        file.write_text(f'#!/bin/sh\n{words} [ "$1" = --version ] && echo 99.1 || exec {GXX} "$@"\n')
+        file.chmod(0o755)
+        monkeypatch.setenv("CXX", f"{file}{last}")
     else:
         monkeypatch.setattr(compiling, "_processor", lambda: "another")
     assert {compiling.compiled(small).name, before.name} == set(shared_objects(cache))
@@ -213,7 +215,12 @@ def test_a_cache_that_others_may_write_is_not_loaded_from(cache, small, monkeypa
         os.chown(folder, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(OSError, match="others may write there, and what they write would be run"):
+    with pytest.raises(OSError, match="others may write there, and what they write would be run") as refused:
+        compiling.compiled(small)
+    remedy = f"chmod go-w {folder}"
+    assert (remedy in str(refused.value)) is (mode is not None)  # another's directory is not one's own to change
+    if mode is not None:
+        subprocess.run(remedy, shell=True, check=True)
         compiling.compiled(small)
 
 

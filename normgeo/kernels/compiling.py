@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import signal
 import stat
@@ -48,13 +49,12 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     """
     if os.environ.get("NORMGEO_KERNELS") == "0":
         raise RuntimeError("NORMGEO_KERNELS=0")
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))), None)
-    if compiler is None:
+    if not (compiler := _compiler()):
         raise RuntimeError("no C++ compiler: neither g++ nor clang++ is installed")
     if sys.byteorder != "little" or sys.platform == "win32":
         raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
     texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.h")))]
-    key = "\0".join([*texts, *FLAGS, *flags, _version(compiler), _processor()])
+    key = "\0".join([*texts, *FLAGS, *flags, _version(*compiler), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
@@ -75,6 +75,15 @@ def failed(reason: str, instead: str = "computes norms in torch") -> None:
         warnings.warn(f"normgeo {instead}, which is slower: {reason}", stacklevel=3)
 
 
+def _compiler() -> list[str]:
+    """The words of the command that compiles: what CXX says (which may be `ccache g++`), or else one that there is."""
+    named = os.environ.get("CXX", "")
+    for command in ([named], named.split(), ["g++"], ["clang++"], ["c++"]):
+        if command and (found := shutil.which(command[0])):
+            return [found, *command[1:]]
+    return []
+
+
 def _check_own(folder: Path) -> None:
     """Refuse a cache that others than this user and root may write: what is loaded from it does what they want.
 
@@ -82,8 +91,10 @@ def _check_own(folder: Path) -> None:
         OSError: it is such a one.
     """
     about = folder.stat()
-    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if about.st_uid not in (own := os.geteuid(), 0) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         whose = f"it is user {about.st_uid}'s, mode {stat.S_IMODE(about.st_mode):o}"
+        if about.st_uid == own:
+            whose += f"; chmod go-w {shlex.quote(str(folder))} keeps them out"
         raise OSError(f"others may write there, and what they write would be run: {whose}")
 
 
@@ -115,13 +126,13 @@ def _alone(lock: Path) -> Iterator[None]:
                     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _built(folder: Path, name: str, compiler: str, source: Path, flags: Sequence[str]) -> Path:
+def _built(folder: Path, name: str, compiler: Sequence[str], source: Path, flags: Sequence[str]) -> Path:
     # where there are no locks others may build the same: each puts a file of its own in place, whole
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
         fresh = Path(scratch) / f"{name}.so"
-        _run(compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
+        _run(*compiler, *FLAGS, f"-I{HERE}", str(source), "-o", str(fresh), *flags)
         if not fresh.exists():
-            raise RuntimeError(f"{compiler} built nothing; {INSTEAD}")
+            raise RuntimeError(f"{' '.join(compiler)} built nothing; {INSTEAD}")
         with fresh.open("rb") as file:
             os.fsync(file.fileno())  # else its name may be kept without its bytes
         path = folder / f"{name}-{_digest(fresh)}.so"
@@ -162,8 +173,8 @@ def _run(*command: str) -> str:
 
 
 @functools.cache
-def _version(compiler: str) -> str:
-    return _run(compiler, "--version")
+def _version(*compiler: str) -> str:
+    return _run(*compiler, "--version")
 
 
 def _processor() -> str:
