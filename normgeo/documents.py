@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from normgeo.errors import DataError
 from normgeo.hub import FORM, HUB
 from normgeo.system.files import file_digest
@@ -114,6 +116,9 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 LINES = json.JSONDecoder(parse_int=float)
 """Numbers in other columns may have any number of digits: Python makes integers of 4,300 at most."""
 
+AT_ONCE = 1 << 20  # bytes
+COPIES = 4  # of a text that are in memory together: its bytes, what they decode to, that with other line ends, tokens
+
 Opened = Callable[[], Any]
 """Opens a file whose bytes are read."""
 
@@ -143,22 +148,42 @@ def _reader_of(path: Path) -> Reader | None:
     return readers.get(plain.suffix.lower())
 
 
+def _room() -> int:
+    """Bytes that one text may have in the memory there is."""
+    return psutil.virtual_memory().available // COPIES
+
+
+def _check_room(n: int, room: int, where: str | Path) -> None:
+    """Refuse a text of more bytes than there is room for: a small file may hold any number, compressed."""
+    if n > room:
+        raise DataError(
+            f"{where} is one text of more than {room:,} bytes, too much for the memory of this machine; give it as "
+            "several documents, as the lines of a .jsonl"
+        )
+
+
 def _whole_text(path: Path, opened: Opened, column: str) -> Iterator[str]:
     if column != TEXT:
         raise DataError(f"{path} is text as a whole, and has no column {column!r}; leave out :{column}")
+    content, room = bytearray(), _room()
     with opened() as file:
-        yield _decoded(file.read(), path).replace("\r\n", "\n").replace("\r", "\n")
+        while piece := file.read(AT_ONCE):
+            content += piece
+            _check_room(len(content), room, path)
+        yield _decoded(content, path).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _lines(path: Path, opened: Opened, column: str) -> Iterator[str]:
-    with opened() as lines:
-        for number, line in enumerate(lines, 1):
+    room = _room()
+    with opened() as file:
+        for number, line in enumerate(iter(lambda: file.readline(room + 1), b""), 1):
             where = f"{path}, line {number}"
+            _check_room(len(line), room, where)
             if (text := _decoded(line, where)).strip():
                 yield _text_of(text, where, column)
 
 
-def _decoded(content: bytes, where: str | Path) -> str:
+def _decoded(content: bytes | bytearray, where: str | Path) -> str:
     """Text, without a mark of its byte order: other encodings would be counted as other tokens, not be noticed."""
     try:
         return content.decode("utf-8-sig")

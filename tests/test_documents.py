@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import tracemalloc
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -47,6 +50,17 @@ def test_a_compressed_file_has_the_texts_that_it_had(suffix, tmp_path):
 def test_a_compressed_file_that_is_damaged_is_named(content, tmp_path):
     (tmp_path / "data.txt.gz").write_bytes(content)
     refused(tmp_path / "data.txt.gz", r"data\.txt\.gz is damaged, or not compressed with gzip")
+
+
+@pytest.mark.parametrize("name", ["data.txt.gz", "data.jsonl.gz"])
+def test_a_compressed_text_that_memory_has_no_room_for_is_named(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "' + b" " * 9_000_000 + b'"}\n', 1))
+    assert len(list(read_documents(tmp_path / name))) == 1
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
+    tracemalloc.start()
+    refused(tmp_path / name, rf"{name}.* is one text of more than 2,000,000 bytes, .*as the lines of a \.jsonl")
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
 
 
 def test_a_line_of_a_compressed_file_is_named(tmp_path):
