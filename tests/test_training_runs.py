@@ -361,13 +361,17 @@ def test_what_cannot_be_shared_is_refused(norm, version, says, tmp_path):
 
 def test_tensorboard_has_every_step_once(tmp_path, normgeo, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard.writer import SummaryWriter
 
+    closed, close = [], SummaryWriter.close
+    monkeypatch.setattr(SummaryWriter, "close", lambda self: closed.append(close(self)))
     articles(tmp_path)
     words = command(tmp_path, "twins", "--norm", "rmsnorm", "--steps", 6, "--tensorboard")
     with monkeypatch.context() as patch:
         patch.setattr(training, "save_state", stopping(training.save_state, at=3))
         assert normgeo(*words)[0] == 130  # at step 6, which is logged and not saved
     assert not normgeo("train", "--resume", tmp_path / "twins", "--tensorboard")[0]
+    assert len(closed) == 2  # the last steps are in a queue until then
     curve = pd.read_parquet(tmp_path / "twins/rmsnorm/curve/curve.parquet")
     log = EventAccumulator(str(tmp_path / "twins/rmsnorm/tensorboard")).Reload()
     for name in ("train_loss", "gradient_norm", "lr"):
