@@ -165,6 +165,7 @@ def test_an_analysis_is_of_its_phases_and_directions(name, phases, directions, r
     there = frame.columns.intersection(rows.columns)
     pd.testing.assert_frame_equal(frame[there], rows[there].reset_index(drop=True))
     assert len(rows) > 2 * 13 - 1
+    assert ("rest_norm" in frame) == (name == "norm_growth")
 
 
 def test_the_uniform_vectors_place_is_among_the_random_directions(run):
@@ -182,9 +183,11 @@ def test_the_uniform_vectors_place_is_among_the_random_directions(run):
 
 @pytest.mark.parametrize("name", FIXED)
 def test_analysis_without_a_run(name, tmp_path):
-    frame = module(name).compute()
-    figures.save(module(name).plot(frame), tmp_path / name)
+    figure = module(name).plot(module(name).compute())
+    figures.save(figure, tmp_path / name)
     assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+    assert {text.get_text() for legend in figure.legends for text in legend.texts} == labels
 
 
 def test_the_steps_of_layernorm_are_those_of_its_formula():
@@ -381,8 +384,9 @@ def test_encoder_and_decoder_are_drawn_apart(name, tmp_path):
         for phase in ("pre", "post")
     ])  # fmt: skip
     frame = frame[frame.phase == "pre"] if name in ("sinks", "irreversibility") else frame
-    axes = module(name).plot(frame).axes
+    axes = (figure := module(name).plot(frame)).axes
     assert [each.get_title() for each in axes[:3]] == ["one", "two\nencoder", "two\ndecoder"]
+    assert figure.legends
     for each in axes[:3]:
         line = next(line for line in each.get_lines() if len(line.get_xdata()) == 3)
         np.testing.assert_allclose(np.asarray(line.get_xdata(), float), np.arange(3), atol=0.2)
@@ -393,8 +397,3 @@ def test_an_ensemble_that_met_hardly_a_token_is_not_drawn(tmp_path):
     start_run(RunConfig(tokens=30, null=8, keep="none", device="cpu"), out, progress=False)
     with pytest.raises(DataError, match=r"the random directions met \d tokens, which tells nothing"):
         module("null_ensemble").compute(out)
-
-
-def test_masks_of_what_is_no_run(tmp_path):
-    with pytest.raises(DataError, match=r"holds no angles\.parquet"):
-        module("masks").compute(tmp_path)

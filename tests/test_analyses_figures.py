@@ -27,6 +27,7 @@ from normgeo import figures
 from normgeo.angles.scalars import ScalarStore
 from normgeo.angles.verdict import GROUP_LABELS
 from normgeo.bench.stream import VARIANTS
+from normgeo.errors import DataError
 
 MODELS = {"one": "layernorm", "two": "rmsnorm"}
 SITES = [(f"h.{layer}.{name}", layer, role) for layer in range(3) for name, role in (("b", "attention"), ("a", "mlp"))]
@@ -104,6 +105,11 @@ def test_of_a_mask_that_leaves_no_angle_there_is_none(monkeypatch):
     assert found.loc["first position only"].tolist() == pytest.approx([np.nan] * 4 + [0], nan_ok=True)
     assert found.loc["without the first position"].tolist() == [85, 5, 85, 2, 2]
     assert found.loc["all tokens"].tolist() == [85, 5, 85, 2, 2]
+
+
+def test_masks_of_what_is_no_run(tmp_path):
+    with pytest.raises(DataError, match=r"holds no angles\.parquet"):
+        masks.compute(tmp_path)
 
 
 def test_of_several_models_the_first_norm_of_every_layer_is_drawn():
@@ -212,6 +218,32 @@ def test_passes_are_points_and_what_is_inside_is_bars():
         assert ends[efficiency.LABELS[name]] == [pytest.approx(each) for each in quartiles]
         heights = ((rows.ratio_q75 - rows.ratio_q25) / 2).tolist()
         assert points[efficiency.LABELS[name]][2] == pytest.approx(heights)
+
+
+def test_plain_passes_have_a_row_for_each_dtype_and_few_others_one_together():
+    frame = efficiency.compute()
+    decoded = frame[frame.phase == "decode"]
+    many = pd.concat([frame, *(decoded.assign(model=f"{k} {decoded.model.iloc[0]}") for k in range(efficiency.MANY))])
+    for table, together in ((frame, ["decode, eager"]), (many, ["float32, decode, eager", "bfloat16, decode, eager"])):
+        titles = [axes.get_title() for axes in efficiency.plot(table).axes if axes.get_ylabel()]
+        for title in (*(f"{dtype}, forward, eager" for dtype in ("float32", "bfloat16", "autocast")), *together):
+            assert sum(each.startswith(title) for each in titles) == 1
+        assert sum("decode" in each for each in titles) == len(together)
+
+
+def test_a_page_is_written_beside_its_table(tmp_path, monkeypatch, unrendered):
+    monkeypatch.setattr(sys, "argv", ["analyses", "norm_kernels", "--out", str(tmp_path)])
+    assert main() == 0
+    frame = pd.read_parquet(tmp_path / "norm_kernels.parquet")
+    assert (tmp_path / "norm_kernels.md").read_text() == norm_kernels.markdown(frame)
+
+
+def test_a_file_that_lacks_what_is_read_is_no_table_of_times(tmp_path):
+    path, kept = tmp_path / "times.parquet", pd.read_parquet(_source.KEPT / "efficiency.parquet")
+    for content in (b"no table", kept.drop(columns="error").to_parquet(), kept.drop(columns="round").to_parquet()):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"times\.parquet is no table that `normgeo bench inference --out` wrote"):
+            efficiency.compute(path)
 
 
 def test_the_page_has_means_of_whole_passes_and_of_what_is_inside():

@@ -1,6 +1,8 @@
 """The numbers that commands print are the tables' own, in the units of their columns."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,8 @@ from normgeo.bench.norms import NORMS, norm_summary
 from normgeo.cards import TABLE_1
 from normgeo.cli import angles as angles_command
 from normgeo.cli import bench as bench_command
+from normgeo.cli import conversion as conversion_command
+from normgeo.conversion.probing import Place
 from normgeo.errors import ModelError
 
 
@@ -87,6 +91,48 @@ def test_times_of_passes_are_in_milliseconds_and_shares_in_percent(printed):
     noisy = raw.assign(seconds=raw.seconds.where(raw.variant != "no-norm", 2.2))
     rows = {cells[0]: cells[1:] for cells in printed(bench_command._inference, inference_summary(noisy))}
     assert (rows["fused"][2], rows["fused"][5]) == ("no clear gap", "25%")
+
+
+def test_rates_of_a_disk_are_per_second_and_ratios_to_what_they_are_of(printed, monkeypatch, tmp_path):
+    about = {"model": "m", "dtype": "float32", "tokens": 1234, "context": 16, "device": "a", "threads": 3}
+    frame = pd.DataFrame([
+        {"variant": "forward", "seconds": 2.0, "mb_per_s": np.nan, "tokens_per_s": 617.0, "baseline": "forward",
+         "ratio": 1.0, "ratio_q25": 1.0, "ratio_q75": 1.0},
+        {"variant": "capture", "seconds": 3.0, "mb_per_s": 5678.0, "tokens_per_s": 411.3, "baseline": "forward",
+         "ratio": 1.5, "ratio_q25": 1.4, "ratio_q75": 1.6},
+    ]).assign(**about)  # fmt: skip
+    monkeypatch.setattr("normgeo.bench.store.bench_store", lambda *_, **__: frame)
+    out = tmp_path / "raw.parquet"
+    rows = {cells[0]: cells[1:] for cells in printed(lambda: bench_command.bench_store(folder=tmp_path, out=out))}
+    assert rows["forward"] == ["2", "617"]
+    assert rows["capture"] == ["3", "5,678", "411", "1.500 (1.400-1.600)", "forward"]
+    assert "m, 1,234 tokens in contexts of 16, float32, rounds: 3, a, threads: 3" in rows
+    pd.testing.assert_frame_equal(pd.read_parquet(out), frame)
+
+
+@pytest.mark.parametrize(("how", "code"), [("native", ""), ("remote", ", trust_remote_code=True")])
+def test_what_a_conversion_kept_recentered_and_did_not_reach_is_said(how, code, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    certificate = SimpleNamespace(table=lambda: "the certificate", unreached=("a.weight",))
+    done = SimpleNamespace(
+        certificate=certificate, kept={"h.1.ln": "its stream is read by the model's output"},
+        recentered=(Place("h.0.drop", "output", 0),),
+    )  # fmt: skip
+    monkeypatch.setattr("normgeo.conversion.runs.convert_checkpoint", lambda *_, **__: (done, how))
+    conversion_command.convert(None, "m", Path("out"))
+    out, err = capsys.readouterr()
+    assert [line.strip() for line in out.splitlines()] == [
+        "the certificate",
+        "kept h.1.ln: its stream is read by the model's output",
+        "--outputs with those that you need may let the norms before others be replaced",
+        "recentered h.0.drop (output 0): costs what a LayerNorm's mean cost",
+        f"out: load it with from_pretrained('out'{code})",
+    ]
+    assert "no input reached 1: a.weight; for inputs that do, nothing is certified" in err
+    done.kept, certificate.unreached = {"h.1.ln": "its stream is read by h.2"}, ()
+    conversion_command.convert(None, "m", Path("out"))
+    out, err = capsys.readouterr()
+    assert ("--outputs" in out, err) == (False, "")
 
 
 def test_times_of_norms_are_in_microseconds_and_of_a_copy_in_percent(printed):
