@@ -116,6 +116,13 @@ def test_a_stream_resumes_where_it_was(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"could not stream .*--data a file"):
         open_corpus("openwebtext", tokenizer, 16, 0)
 
+    def lost():
+        yield {"text": "A fox."}
+        raise ConnectionError("the line is down")
+
+    with pytest.raises(DataError, match=r"could not stream test: .*the line is down"):
+        Streamed(lost, tokenizer, 16, "test").take(1)
+
 
 def test_a_stream_resumes_after_any_context_also_at_the_end_of_a_pass(tokenizer):
     documents = [{"text": f"Number {i}. " + "A fox and a dog. " * 5 * i} for i in range(3)]
