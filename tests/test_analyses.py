@@ -322,6 +322,7 @@ def test_models_table_is_table_1():
     assert frame.layers.tolist() == [48, 24, 24, 28, 32, 32, 32]
     assert frame.norm.tolist() == ["LayerNorm"] * 5 + ["RMSNorm"] * 2
     np.testing.assert_allclose(frame.memory_gb, 2 * frame.parameters / 1e9)
+    assert module("models_table").plot(frame).axes[0].texts[1].get_text() == "d = 2048, 24 layers"
 
 
 def test_twins_saw_the_same_steps():

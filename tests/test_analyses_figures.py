@@ -218,6 +218,8 @@ def test_passes_are_points_and_what_is_inside_is_bars():
         assert ends[efficiency.LABELS[name]] == [pytest.approx(each) for each in quartiles]
         heights = ((rows.ratio_q75 - rows.ratio_q25) / 2).tolist()
         assert points[efficiency.LABELS[name]][2] == pytest.approx(heights)
+    for axes, (low, high) in ((whole, (here.ratio.min(), here.ratio.max())), (inside, (0, here.norm_ratio.max()))):
+        assert axes.get_ylim()[0] <= low < high <= axes.get_ylim()[1]
 
 
 def test_plain_passes_have_a_row_for_each_dtype_and_few_others_one_together():

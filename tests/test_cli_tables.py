@@ -13,6 +13,7 @@ from normgeo.angles.measure import measure_angles
 from normgeo.bench import training as training_bench
 from normgeo.bench.inference import summary as inference_summary
 from normgeo.bench.norms import NORMS, norm_summary
+from normgeo.bench.stream import VARIANTS
 from normgeo.cards import TABLE_1
 from normgeo.cli import angles as angles_command
 from normgeo.cli import bench as bench_command
@@ -108,6 +109,23 @@ def test_rates_of_a_disk_are_per_second_and_ratios_to_what_they_are_of(printed, 
     assert rows["capture"] == ["3", "5,678", "411", "1.500 (1.400-1.600)", "forward"]
     assert "m, 1,234 tokens in contexts of 16, float32, rounds: 3, a, threads: 3" in rows
     pd.testing.assert_frame_equal(pd.read_parquet(out), frame)
+
+
+def test_ways_to_measure_have_their_ratios_and_quartiles(printed, monkeypatch, ids, tmp_path):
+    rows = [
+        {"variant": name, "ratio": 1.0 + k, "ratio_q25": 0.5 + k, "ratio_q75": 1.25 + k, "seconds": 2.0 + k}
+        for k, name in enumerate(VARIANTS)
+    ]
+    frame = pd.DataFrame(rows).assign(batch=2, context=16, dtype="float32", device="a")
+    monkeypatch.setattr("normgeo.bench.stream.bench_stream", lambda *_, **__: frame)
+    monkeypatch.setattr("normgeo.loading.load_model", lambda *_, **__: None)
+    np.save(tmp_path / "ids.npy", ids)
+    options = {"data": str(tmp_path / "ids.npy"), "rounds": 3, "device": "cpu", "out": tmp_path / "raw.parquet"}
+    lines = printed(lambda: bench_command.bench_stream("m", **options))
+    assert ["m, 2 x 16 tokens, float32, rounds: 3, a"] in lines
+    for k, name in enumerate(VARIANTS.values()):
+        assert [name, f"{1 + k}.000", f"{0.5 + k:.3f} to {1.25 + k:.3f}", f"{2 + k}.000"] in lines
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "raw.parquet"), frame)
 
 
 @pytest.mark.parametrize(("how", "code"), [("native", ""), ("remote", ", trust_remote_code=True")])
