@@ -61,7 +61,7 @@ def test_by_shard_gives_the_weights_of_the_conversion_in_memory(name, tmp_path):
     told = json.loads(json.dumps(describe(whole) | {"layers_certified": 4, "certificate": about["certificate"]}))
     assert [sorted(told.pop("recentered"))] == [sorted(about.pop("recentered"))]  # layer by layer, or kind by kind
     assert about == told
-    assert about["certificate"]["replaced"] == len(whole.replaced)
+    assert about["certificate"].items() >= {"replaced": len(whole.replaced), "weights_sha256": ""}.items()
     state = expected.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())

@@ -51,7 +51,8 @@ class Certificate:
             they write into a stream is not known: for inputs that reach them the certificate says nothing.
         outputs: the outputs that are compared; empty for all. The others need not be equal.
         headless: whether the model without its head (`base_model`), which AutoModel loads, gives the same as well.
-        weights_sha256: the converted model's weights, in their own dtype, that were compared.
+        weights_sha256: the converted model's weights, in their own dtype, that were compared; empty by shard, where
+            those of a few layers were.
     """
 
     passed: bool

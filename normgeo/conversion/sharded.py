@@ -319,9 +319,9 @@ def _of_all_layers(conversion: Conversion, recipe: dict[str, Any], gauge: Gauge,
     untouched = tuple(site for site in gauge.layernorms if site.name in beside)
     places = tuple(Place(*place[:3]) for place in recipe["recenter"])
     counts = {"replaced": len(replaced), "kept": len(kept), "untouched": len(untouched), "recentered": len(places)}
+    certificate = replace(conversion.certificate, **counts, weights_sha256="")  # which was of the first layers
     return replace(
-        conversion, certificate=replace(conversion.certificate, **counts), replaced=replaced, kept=kept,
-        untouched=untouched, recentered=places,
+        conversion, certificate=certificate, replaced=replaced, kept=kept, untouched=untouched, recentered=places,
     )  # fmt: skip
 
 
