@@ -17,8 +17,10 @@ from normgeo.store.records import read_record, write_record
 from normgeo.store.scan import angles_from_store
 from normgeo.store.storage import Disk
 from normgeo.system.records import read_as
+from normgeo.training.checkpoint_angles import is_of_checkpoints
 from normgeo.training.recipe import recipe_for
 from normgeo.training.runs import TrainConfig, resume_training
+from normgeo.training.state import load_state
 
 
 def test_what_json_made_of_dataclasses_is_read_as_they_were():
@@ -82,6 +84,21 @@ def test_signed_records_of_a_store_that_say_what_none_does_are_refused(copy):
 
 RUN = {"status": "running", "config": asdict(RunConfig()), "models": {}}
 MODEL = {"model": "m", "data_sha256": "", "packing": "", "context": 1, "n_tokens": 3, "sites": [], "marks": []}
+DEEP = "[" * 100_000
+"""More than Python reads."""
+
+
+def test_a_record_that_is_nested_too_deeply_is_refused(copy, tmp_path):
+    for name, use in (("run.json", resume_run), ("train.json", resume_training), ("state.json", load_state)):
+        (tmp_path / name).write_text(DEEP)
+        with pytest.raises(RunError, match=r" is damaged, or was written .*nested too deeply"):
+            use(tmp_path)
+        assert not is_of_checkpoints(tmp_path)
+    (copy / "store.json").write_text(DEEP)
+    with pytest.raises(StoreError, match=r"store\.json is damaged \(it is nested too deeply\)"):
+        HiddenStateStore(copy)
+
+
 TRAINING = {"status": "running", "config": asdict(TrainConfig()), "recipe": asdict(recipe_for("tiny"))}
 
 

@@ -39,7 +39,7 @@ from normgeo.system.files import check_folder, disk_explained, is_full, unreadab
 from normgeo.system.folders import alone, nothing_left, taken
 from normgeo.system.progress import progress_bar
 from normgeo.system.ranks import Ranks
-from normgeo.system.records import read_as
+from normgeo.system.records import parsed, read_as
 from normgeo.system.versions import command_line, versions
 from normgeo.tokens import TokenBatch
 
@@ -185,7 +185,7 @@ def resume_run(
 def _read(out: Path) -> dict[str, Any]:
     file = out / "run.json"
     try:
-        record = json.loads(file.read_text())
+        record = parsed(file.read_text())
         if not isinstance(record, dict) or not RunRecord.__required_keys__ <= record.keys():
             raise RunError(f"{file} is no record of a run; give another directory")
         read_as(RunRecord, record)

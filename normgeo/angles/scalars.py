@@ -52,7 +52,7 @@ WHOLE: Any = {"write_empty_chunks": True}
 
 RESTORE = "put it back, or measure again with --keep scalars"
 AGAIN = "put it back, or start again in another directory"
-DAMAGED = (OSError, ValueError, KeyError, TypeError)
+DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """What zarr raises where its metadata is missing or damaged."""
 
 Rows = dict[tuple[int, str], Tensor]

@@ -10,6 +10,7 @@ from typing import Any
 
 from normgeo.errors import StoreError, said
 from normgeo.store.storage import Storage
+from normgeo.system.records import parsed
 
 __all__ = ["identity", "read_file", "read_record", "understood", "unread", "write_record"]
 
@@ -21,7 +22,7 @@ def read_record(storage: Storage, name: str) -> dict[str, Any]:
         StoreError: it is missing, cannot be read, or is damaged.
     """
     try:
-        content = json.loads(storage.read(name))
+        content = parsed(storage.read(name))
     except OSError as error:
         raise StoreError(unread(storage, name, error)) from error
     except ValueError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normgeo.errors import RunError
+from normgeo.system.records import parsed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -166,7 +167,7 @@ def write_json(path: Path, value: Any) -> None:
 def status_in(record: Path) -> str | None:
     """How far a run has come, as its record says; None where there is no record that can be read."""
     try:
-        return json.loads(record.read_text())["status"]
+        return parsed(record.read_text())["status"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

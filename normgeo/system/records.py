@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-__all__ = ["read_as"]
+__all__ = ["parsed", "read_as"]
 
 NUMBERS = (int, float)
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is none, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def read_as(kind: Any, value: Any, name: str = "it") -> Any:

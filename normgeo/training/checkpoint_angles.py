@@ -11,7 +11,6 @@ figures/                  angles by step, of every layer and of the middle one o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,6 +41,7 @@ from normgeo.system.files import (
 )  # fmt: skip
 from normgeo.system.folders import alone, nothing_left, taken, whole_directory
 from normgeo.system.ranks import Ranks
+from normgeo.system.records import parsed
 from normgeo.tokens import TokenStream, on_hub
 from normgeo.training import figures as training_figures
 from normgeo.training.checkpoints import Checkpoint, find_checkpoints, is_on_hub
@@ -100,7 +100,7 @@ def is_of_checkpoints(out: str | Path) -> bool:
 
 def _recorded(out: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((out / "run.json").read_text())
+        record = parsed((out / "run.json").read_text())
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and "checkpoints" in record else None

@@ -27,7 +27,7 @@ from normgeo.models import tokenizer_digest
 from normgeo.numbers import check_number
 from normgeo.system.files import check_folder, disk_explained, status_in, unreadable, write_json
 from normgeo.system.folders import alone, claimed, nothing_left, taken, whole_directory
-from normgeo.system.records import read_as
+from normgeo.system.records import parsed, read_as
 from normgeo.system.versions import command_line, versions
 from normgeo.tokens import SAMPLE, TokenStream, absolute, holds_ids, load_tokens, on_hub
 from normgeo.training.accelerators import by_first, check_agreed, loss_explained, processes, start_accelerator
@@ -229,7 +229,7 @@ def _read(out: Path) -> tuple[dict[str, Any], TrainConfig, Recipe]:
     if not path.is_file():
         raise RunError(f"{out} holds no train.json; there is no training to resume")
     try:
-        record = json.loads(path.read_text())
+        record = parsed(path.read_text())
         found = read_as(_Record, record)
     except (ValueError, TypeError, NormGeoError) as error:
         raise unreadable(path, error, "start again in another directory") from error

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from normgeo.errors import RunError
 from normgeo.system.files import file_digest, unreadable
 from normgeo.system.folders import remove, whole_directory
+from normgeo.system.records import parsed
 
 __all__ = [
     "AFRESH", "check_weights", "checkpoint_path", "evaluated", "latest_state", "load_state", "named",
@@ -64,7 +65,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     content = path / "training.safetensors"
     try:
-        about = dict(json.loads((path / "state.json").read_text()))
+        about = dict(parsed((path / "state.json").read_text()))
         if about["sha256"] != file_digest(content):
             raise RunError(f"{path} is damaged: {content.name} is not what was written; {AFRESH}")
         return safetensors.torch.load_file(content), about
@@ -124,7 +125,7 @@ def check_weights(folder: Path) -> None:
         RunError: they are others.
     """
     try:
-        written = json.loads((folder / "training.json").read_text()).get("model_sha256")
+        written = parsed((folder / "training.json").read_text()).get("model_sha256")
     except (OSError, ValueError, AttributeError):  # of another training
         return
     if written is not None and written != weights_in(folder):
