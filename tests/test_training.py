@@ -119,12 +119,14 @@ def test_a_model_that_takes_no_step_is_refused():
         training.train("layernorm", recipe, corpus, 48, device="cpu", model=short)
 
 
-def test_passes_of_one_step_have_dropout_of_their_own(monkeypatch):
-    trainer = training.Trainer("rmsnorm", small(accumulate=4), Shuffled(text_like(), 16, 0), 48, device="cpu")
+def test_passes_and_processes_have_dropout_of_their_own(monkeypatch):
+    trainer = training.Trainer("rmsnorm", small(accumulate=2), Shuffled(text_like(), 16, 0), 48, device="cpu")
     seeds, real = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or real(seed))
-    trainer.take_step()
-    trainer.take_step()
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    for index, trainer.step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", index)
+        trainer.take_step()
     assert len(seeds) == len(set(seeds)) == 8
 
 
@@ -273,6 +275,8 @@ def test_a_lost_loss_stops_before_the_step(tmp_path):
         trainer.run()
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     assert latest_state(tmp_path).name == "state-00000003"
+    trainer._loss = real
+    assert math.isfinite(trainer.take_step()[1])  # nothing is left of the gradient that was lost
 
 
 def test_a_damaged_state_and_another_model_are_said(tmp_path):
