@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from forked import NORMGEO, Forked, ranks
@@ -347,6 +348,9 @@ def test_two_processes_share_a_models_parameters(norm, tmp_path, normgeo, monkey
     assert type(whole) is type(shared)
     for x, y in zip(whole.parameters(), shared.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+    files = (latest_state(tmp_path / name / norm) / "training.safetensors" for name in ("one", "two"))
+    a, b = map(safetensors.torch.load_file, files)
+    assert a.keys() == b.keys()  # with the moments of all parameters, behind an evaluation too, which leaves some whole
 
 
 @pytest.mark.parametrize(("norm", "version", "says"), [("rmsnorm", "1", "FSDP 2"), ("pre-rmsnorm", "2", "torchrun")])
