@@ -158,6 +158,7 @@ def test_of_few_random_directions_no_percentile_is_expected():
     """Of 8, a direction like any other is beyond all in two cases of nine."""
     frame = table(phase=["pre", "post"]).assign(n_directions=64)
     figure = null_ensemble.plot(frame)
+    assert "pre-MLP" in {text.get_text() for text in figure.legends[0].texts}
     assert figure.get_suptitle() == "Mean angle to the uniform vector among those to 64 random directions"
     assert [panel.get_title() for panel in figure.axes[:2]] == list(MODELS)
     frame.loc[frame.model == "two", "n_directions"] = 8

@@ -117,9 +117,10 @@ def test_train(called):
     }  # fmt: skip
     about = {"norm": "rmsnorm", "data": "ids.npy", "exclude": "e.jsonl", "tokenizer": "t", "vocabulary": 90}
     more = words(changes | about | {"device": "cpu", "size": "70m", "out": "here"})
-    for flags, tied in ((), True), (("--untie",), False):
+    other = {"seed": 7, "dropout": 0.5, "precision": "bf16"}  # than what a recipe has by itself
+    for flags, differ in ((), {"tied": True}), ((*words(other), "--untie"), other | {"tied": False}):
         given = called(training_runs, "start_training", "train", *more, *flags)
-        recipe = recipe_for("70m", **changes, tied=tied)
+        recipe = recipe_for("70m", **changes | differ)
         assert given == ((TrainConfig(*about.values(), "cpu"), recipe, Path("here")), {"board": False})
 
 
