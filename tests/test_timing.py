@@ -1,5 +1,7 @@
 """What adds up times and shares them out, on a clock that stands still between calls."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -57,3 +59,27 @@ def test_the_order_is_a_function_of_the_seed(takes):
     measures = {name: takes(0.0) for name in "abcdef"}
     orders = [[name for _, name, _ in interleaved(measures, rounds=3, seconds=9.0, seed=seed)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_times_are_of_a_commit_and_say_where_files_were_changed_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "__file__", str(tmp_path / "timing.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def git(*words):
+        named = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=no")
+        done = subprocess.run(["git", "-C", tmp_path, *named, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def commit():
+        return timing.circumstances(torch.device("cpu"))["commit"]
+
+    assert commit() == ""
+    (tmp_path / "timing.py").write_text("")
+    git("init")
+    git("add", "timing.py")
+    git("commit", "-m", "a")
+    assert commit() == git("rev-parse", "HEAD")[:12]
+    (tmp_path / "new.py").write_text("")  # which is no file of the code
+    assert commit() == git("rev-parse", "HEAD")[:12]
+    (tmp_path / "timing.py").write_text("more")
+    assert commit() == git("rev-parse", "HEAD")[:12] + "+"
