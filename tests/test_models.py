@@ -39,7 +39,7 @@ def test_the_pair_is_small_alike_and_as_good_as_its_cards_say():
         weights = path / "model.safetensors"
         assert weights.stat().st_size < 10e6
         assert hashlib.sha256(weights.read_bytes()).hexdigest() == card["model_sha256"]
-        assert model.dtype == torch.float32
+        assert (model.dtype, model.name_or_path) == (torch.float32, name)
         assert 3e6 < model.num_parameters() < 5e6
         rows = [ids for ids, _ in load_tokens("sample", tokenizer, 256).contexts(0)][:-1:12]
         losses.append([evaluate(model, TokenStream.from_array([row])) for row in rows])

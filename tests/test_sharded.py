@@ -78,13 +78,13 @@ def test_a_checkpoint_of_other_dtypes_is_converted_as_it_is_loaded(told, stored,
     model = tiny("gpt2", n_layer=4)
     model.to(stored).save_pretrained(tmp_path / "in")
     path, about = tmp_path / "in/model.safetensors", json.loads((tmp_path / "in/config.json").read_text())
-    save_file({k: v.to(others if some in k else stored) for k, v in load_file(path).items()}, path, {"format": "pt"})
+    content = {k: v.to(others if some in k else stored) for k, v in load_file(path).items()}
+    save_file(content | {"transformer.h.0.attn.bias": torch.ones(64, dtype=torch.int64)}, path, {"format": "pt"})
     (tmp_path / "in/config.json").write_text(json.dumps(about | {"dtype": told}))
     assert convert_sharded(tmp_path / "in", tmp_path / "out").certificate.passed
     expected = convert(load_model(tmp_path / "in")).model.state_dict()
     loaded = load_file(tmp_path / "out/model.safetensors")
-    assert all(value.dtype == expected[key].dtype for key, value in loaded.items())
-    assert all(torch.equal(value, expected[key]) for key, value in loaded.items())
+    assert all(v.dtype == expected[k].dtype and torch.equal(v, expected[k]) for k, v in loaded.items())
 
 
 def test_layerscale_is_folded_by_shard(tmp_path):
