@@ -202,6 +202,7 @@ def test_a_tokenizer_that_its_model_names_is_named_by_itself(how, tokenizer, tmp
     (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
     assert CliRunner().invoke(app, ["convert", str(source), str(out), how]).exit_code == 0
     told = hf.AutoTokenizer.from_pretrained(out)
+    assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"].startswith("GPT2Tokenizer")
     assert isinstance(told, hf.PreTrainedTokenizerBase)
     assert told.get_vocab() == tokenizer.get_vocab()
 
