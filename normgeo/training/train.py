@@ -212,7 +212,7 @@ class Trainer:
         if held_out is not None:  # before any step
             check_context(self.model, held_out.context)
         if self.step == 0 and is_kept(0, recipe):
-            self._keep(None)
+            self._keep(held_out)
         if self.step == recipe.steps and self.folder is not None:
             gone = not checkpoint_path(self.folder, self.step).exists()
             self.accelerator.wait_for_everyone()  # all have looked before one writes
