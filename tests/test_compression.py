@@ -13,6 +13,7 @@ from normgeo import convert, decompress, load_model, optimize
 from normgeo.conversion import compression, runs
 from normgeo.conversion.checkpoint import save
 from normgeo.conversion.probing import outputs_of, tied
+from normgeo.converted import TiedHead
 from normgeo.errors import ConversionError, ModelError
 from normgeo.examples import example_inputs
 from normgeo.norms import CRMSNorm, RMSNorm
@@ -239,6 +240,12 @@ def test_a_tied_head_can_stay_tied(name):
     assert head.weight is embedding.weight
     extra = sum(p.numel() for p in conversion.model.parameters()) - sum(p.numel() for p in model.parameters())
     assert extra == 96  # one number a token
+
+
+def test_a_certificate_is_of_the_model_that_is_given_and_not_of_what_it_was_made_of(monkeypatch):
+    monkeypatch.setattr(TiedHead, "forward", torch.nn.Linear.forward)  # without the correction that keeps the tie
+    with pytest.raises(ConversionError, match="not equal to its original"):
+        convert(tiny("gpt2"), keep_tie=True)
 
 
 def test_what_cannot_be_asked_together_is_refused():
