@@ -66,8 +66,7 @@ def test_trainings_of_one_name_are_models_of_their_own(twins, tmp_path):
     found = [(p.model, p.step) for p in find_checkpoints(tmp_path)]
     assert found == [("a/rmsnorm", 2), ("b/rmsnorm", 4), ("layernorm", 0), ("layernorm", 2), ("layernorm", 4)]
     shutil.copytree(tmp_path / "b", tmp_path / "a/rmsnorm/old")
-    inside = [(p.model, p.step) for p in find_checkpoints(tmp_path / "a/rmsnorm")]
-    assert inside == [("old/rmsnorm", 4), ("rmsnorm", 2)]
+    assert [(p.model, p.step) for p in find_checkpoints(tmp_path / "a/rmsnorm")] == [("old/rmsnorm", 4), ("rmsnorm", 2)]
     shutil.rmtree(tmp_path / "a/rmsnorm/old")
     frame = measure_checkpoints(find_checkpoints(tmp_path)[:2], CONFIG, tmp_path / "parts", progress=False)
     assert frame.groupby("model").step.unique().map(list).to_dict() == {"a/rmsnorm": [2], "b/rmsnorm": [4]}
@@ -368,11 +367,13 @@ def test_the_command(twins, tmp_path, call):
 
 
 def test_checkpoints_are_found_through_links_and_once(tmp_path):
-    zoo.tiny("gpt2").save_pretrained(tmp_path / "kept/a/step-2")
-    (tmp_path / "mine/run").mkdir(parents=True)
-    (tmp_path / "mine/run/step-1").symlink_to(tmp_path / "kept/a/step-2")
-    (tmp_path / "mine/run/up").symlink_to(tmp_path / "mine")
-    assert [(point.model, point.step) for point in find_checkpoints(tmp_path / "mine")] == [("run", 1)]
+    for step in range(9):  # whichever of their names a directory lists first
+        (folder := tmp_path / f"kept/a/.cache/step-{step}").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        for name in ("step", "latest"):
+            (tmp_path / f"kept/a/{name}-{step}").symlink_to(folder)
+    (tmp_path / "kept/a/up").symlink_to(tmp_path / "kept")
+    assert [(point.model, point.step) for point in find_checkpoints(tmp_path / "kept")] == [("a", s) for s in range(9)]
 
 
 def test_checkpoints_are_resumed_from_another_directory(tmp_path, monkeypatch):
@@ -382,9 +383,8 @@ def test_checkpoints_are_resumed_from_another_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint_angles, "draw", lambda *_: None)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            checkpoint_angles, "write_whole", interrupted_at("-00000002.parquet", checkpoint_angles.write_whole)
-        )
+        write = interrupted_at("-00000002.parquet", checkpoint_angles.write_whole)
+        patch.setattr(checkpoint_angles, "write_whole", write)
         with pytest.raises(KeyboardInterrupt):
             start_checkpoints(Path("ck"), RunConfig((), "ids.npy", null=2, device="cpu"), Path("run"), progress=False)
     monkeypatch.chdir("/")

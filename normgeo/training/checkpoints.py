@@ -100,14 +100,10 @@ def _revisions(repository: str, chosen: str | None) -> list[Checkpoint]:
 
 
 def _below(folder: Path) -> list[Checkpoint]:
-    paths = [(path, STEP.fullmatch(path.name)) for path in sorted(_with_configuration(folder))]
-    homes = {
-        path: path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        for path, number in paths
-        if number and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    }
+    steps = dict(sorted(_steps_below(folder)))
+    homes = {path: path.parent.parent if path.parent.name == "checkpoints" else path.parent for path in steps}
     names = _names(set(homes.values()), folder)
-    found = [Checkpoint(names[homes[path]], int(number[1]), path) for path, number in paths if number and path in homes]
+    found = [Checkpoint(names[homes[path]], step, path) for path, step in steps.items()]
     if not found:
         raise ModelError(f"no checkpoints in {folder}: directories named step-N or checkpoint-N with a config.json")
     return found
@@ -121,17 +117,29 @@ def _names(homes: set[Path], folder: Path) -> dict[Path, str]:
     return {home: below[home] if name in several and below[home] != "." else name for home, name in short.items()}
 
 
-def _with_configuration(folder: Path) -> Iterator[Path]:
-    """The directories below this one that hold a config.json, through links too, each once."""
-    seen = set()
-    for name, inside, files in os.walk(folder, followlinks=True):
-        home = Path(name).resolve()
-        if home in seen:
-            inside.clear()  # a link back, or a second one
-        elif "config.json" in files:
-            yield Path(name)
-        elif STEP.fullmatch(Path(name).name) and any(file.endswith(".safetensors") for file in files):
-            adapter = ADAPTER in files
-            held = "an adapter that is not merged (merge_and_unload)" if adapter else "weights and no config.json"
-            warnings.warn(f"{name} holds {held}: it is left out", stacklevel=2)
-        seen.add(home)
+def _steps_below(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The directories below this one that are named as steps and hold a config.json, through links too, each once.
+
+    What lies here comes before what links lead to: a checkpoint that is called `latest` too goes by its step.
+    """
+    seen, found, starts = set[Path](), set[Path](), [folder]
+    for start in starts:  # to which links are added
+        for name, inside, files in os.walk(start):
+            path, home = Path(name), Path(name).resolve()
+            if home not in found and (step := STEP.fullmatch(path.name)):
+                found.add(home)
+                if "config.json" in files:
+                    yield path, int(step[1])
+                else:
+                    _warn_of_weights(path, files)
+            inside[:] = [] if home in seen else [each for each in inside if not each.startswith(".")]
+            starts += sorted(path / each for each in inside if (path / each).is_symlink())
+            seen.add(home)
+
+
+def _warn_of_weights(path: Path, files: list[str]) -> None:
+    """Say that a directory without a config.json is left out, if one may take it for a checkpoint."""
+    if any(file.endswith(".safetensors") for file in files):
+        adapter = "an adapter that is not merged (merge_and_unload)"
+        held = adapter if ADAPTER in files else "weights and no config.json"
+        warnings.warn(f"{path} holds {held}: it is left out", stacklevel=2)
