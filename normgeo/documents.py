@@ -15,6 +15,7 @@ import psutil
 from normgeo.errors import DataError
 from normgeo.hub import FORM, HUB
 from normgeo.system.files import file_digest
+from normgeo.system.listing import below
 
 __all__ = ["KINDS", "TEXT", "digest_of", "holds_texts", "located", "read_documents", "whole"]
 
@@ -65,8 +66,8 @@ def _parts(path: Path) -> list[Path]:
     """The files of a directory that texts can be in, or what is given itself: a file, or a saved data set."""
     if not path.is_dir() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return [path]
-    found = [file for file in sorted(path.rglob("*")) if holds_texts(file) and not file.is_dir()]
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    first = {home.resolve(): (home, files) for home, files in reversed([*below(path)])}  # each directory once
+    found = sorted(home / file for home, files in first.values() for file in files if holds_texts(Path(file)))
     if not found:
         raise DataError(f"{path} is a directory with no texts in it; they are {KINDS}, and token ids .npy")
     return found

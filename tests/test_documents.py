@@ -183,6 +183,11 @@ def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
     (folder / "c.jsonl").write_text(json.dumps({"text": "another"}))
     assert load_tokens(folder, tokenizer, 64).digest != before
     refused(f"{folder}:body", r'a\.parquet has no column "body"')
+    for name, to in (("again", folder / "b"), ("d", tmp_path / "elsewhere"), ("up", folder)):  # each once
+        (folder / name).symlink_to(to)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/d.txt").write_text("on another disk")
+    assert list(read_documents(folder)) == [*TEXTS[:2], "another", "on another disk"]
     (folder / "b/gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")  # which is not to be left out without a word
     refused(folder, r"cannot read .*gone\.jsonl: No such file")
     (tmp_path / "empty").mkdir()

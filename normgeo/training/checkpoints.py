@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 from normgeo.errors import ModelError
 from normgeo.hub import revisions
 from normgeo.loading import ADAPTER
+from normgeo.system.listing import below
 
 __all__ = ["Checkpoint", "find_checkpoints", "is_on_hub"]
 
@@ -113,28 +113,23 @@ def _names(homes: set[Path], folder: Path) -> dict[Path, str]:
     """What the models in these directories are called."""
     short = {home: home.resolve().name for home in homes}
     several = {name for name in short.values() if list(short.values()).count(name) > 1}
-    below = {home: home.relative_to(folder).as_posix() if home.is_relative_to(folder) else "." for home in homes}
-    return {home: below[home] if name in several and below[home] != "." else name for home, name in short.items()}
+    inside = {home: home.relative_to(folder).as_posix() if home.is_relative_to(folder) else "." for home in homes}
+    return {home: inside[home] if name in several and inside[home] != "." else name for home, name in short.items()}
 
 
 def _steps_below(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The directories below this one that are named as steps and hold a config.json, through links too, each once.
+    """The directories below this one that are named as steps and hold a config.json, each once.
 
-    What lies here comes before what links lead to: a checkpoint that is called `latest` too goes by its step.
+    One that is called `latest` too goes by its step.
     """
-    seen, found, starts = set[Path](), set[Path](), [folder]
-    for start in starts:  # to which links are added
-        for name, inside, files in os.walk(start):
-            path, home = Path(name), Path(name).resolve()
-            if home not in found and (step := STEP.fullmatch(path.name)):
-                found.add(home)
-                if "config.json" in files:
-                    yield path, int(step[1])
-                else:
-                    _warn_of_weights(path, files)
-            inside[:] = [] if home in seen else [each for each in inside if not each.startswith(".")]
-            starts += sorted(path / each for each in inside if (path / each).is_symlink())
-            seen.add(home)
+    found = set[Path]()
+    for path, files in below(folder):
+        if (step := STEP.fullmatch(path.name)) and (home := path.resolve()) not in found:
+            found.add(home)
+            if "config.json" in files:
+                yield path, int(step[1])
+            else:
+                _warn_of_weights(path, files)
 
 
 def _warn_of_weights(path: Path, files: list[str]) -> None:
