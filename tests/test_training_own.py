@@ -69,6 +69,8 @@ def test_directories_may_be_strings(tmp_path, monkeypatch):
     trained("rmsnorm", small(steps=1, checkpoint_every=1), run)
     points, config = find_checkpoints(run), RunConfig((), ids, null=2, device="cpu")
     measure_checkpoints(points, config, str(tmp_path / "parts"), progress=False)
+    with pytest.raises(DataError, match="could not stream wikimedia/wikipedia"):  # unless something else is said
+        measure_checkpoints(points, RunConfig((), device="cpu"))
     with pytest.raises(ModelError, match="there are no checkpoints to measure"):
         measure_checkpoints(points[:0], config)
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [f"run-0000000{n}.parquet" for n in (0, 1)]
