@@ -66,7 +66,11 @@ def _parts(path: Path) -> list[Path]:
     """The files of a directory that texts can be in, or what is given itself: a file, or a saved data set."""
     if not path.is_dir() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return [path]
-    first = {home.resolve(): (home, files) for home, files in reversed([*below(path)])}  # each directory once
+
+    def denied(error: OSError) -> None:
+        raise _unreadable(path, error) from error
+
+    first = {home.resolve(): (home, files) for home, files in reversed([*below(path, denied)])}  # each directory once
     found = sorted(home / file for home, files in first.values() for file in files if holds_texts(Path(file)))
     if not found:
         raise DataError(f"{path} is a directory with no texts in it; they are {KINDS}, and token ids .npy")

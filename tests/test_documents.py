@@ -1,7 +1,9 @@
 """Texts of compressed files and of saved data sets, and what is said of those that cannot be read."""
 
+import errno
 import gzip
 import json
+import os
 import tracemalloc
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from normgeo import documents
 from normgeo.documents import digest_of, read_documents
 from normgeo.errors import DataError
 from normgeo.tokens import load_tokens
+from normgeo.training.checkpoints import find_checkpoints
 
 TEXTS = ["one fine\nday", "\u00e4nother", "a third"]
 
@@ -192,6 +195,25 @@ def test_a_directory_has_the_texts_of_its_files_in_order(tmp_path, tokenizer):
     refused(folder, r"cannot read .*gone\.jsonl: No such file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty is a directory with no texts in it; they are .jsonl")
+
+
+def test_a_directory_that_may_not_be_read_is_not_left_out_without_a_word(tmp_path, monkeypatch):
+    """The system's administrator may read all."""
+    for name in ("run/step-1", "run/private/step-2"):
+        (tmp_path / name).mkdir(parents=True)
+        for file in ("a.txt", "config.json"):
+            (tmp_path / name / file).write_text("{}")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("private"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    refused(tmp_path, r"cannot read .*private: Permission denied")
+    with pytest.warns(UserWarning, match=r"cannot read .*private: Permission denied; it is left out"):
+        assert [point.step for point in find_checkpoints(tmp_path)] == [1]
 
 
 def test_a_file_is_read_once_before_its_tokens_are_asked_for(tmp_path, tokenizer, monkeypatch):

@@ -123,7 +123,7 @@ def _steps_below(folder: Path) -> Iterator[tuple[Path, int]]:
     One that is called `latest` too goes by its step.
     """
     found = set[Path]()
-    for path, files in below(folder):
+    for path, files in below(folder, _warn_of_denied):
         if (step := STEP.fullmatch(path.name)) and (home := path.resolve()) not in found:
             found.add(home)
             if "config.json" in files:
@@ -138,3 +138,7 @@ def _warn_of_weights(path: Path, files: list[str]) -> None:
         adapter = "an adapter that is not merged (merge_and_unload)"
         held = adapter if ADAPTER in files else "weights and no config.json"
         warnings.warn(f"{path} holds {held}: it is left out", stacklevel=2)
+
+
+def _warn_of_denied(error: OSError) -> None:
+    warnings.warn(f"cannot read {error.filename}: {error.strerror}; it is left out", stacklevel=2)
