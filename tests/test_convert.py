@@ -13,7 +13,7 @@ from zoo import CONFIGS, perturb, tiny
 
 from normgeo import convert, decompress, find_sites, load_model, load_tokenizer, load_tokens, measure_angles, optimize
 from normgeo.conversion import convert as module
-from normgeo.conversion.gauge import Reader, Shift, find_gauge
+from normgeo.conversion.gauge import Reader, Shift, center, find_gauge
 from normgeo.conversion.probing import float64_copy
 from normgeo.conversion.tables import written_by_tables
 from normgeo.errors import ConversionError, ModelError
@@ -122,6 +122,12 @@ def test_the_naive_swap_is_not_equal_and_says_so():
     assert not conversion.certificate.passed
     assert conversion.certificate.error_rel > 1e-3
     assert len(conversion.replaced) == 5
+    centered = tiny("gpt2", tie_word_embeddings=False).double()  # of which it would be equal
+    for name, axis in find_gauge(centered).writers:
+        center(centered.get_parameter(name), axis)
+    certificate = convert(centered, to="naive-rmsnorm").certificate
+    assert certificate.error_rel < certificate.tolerance
+    assert not certificate.passed
 
 
 def test_odd_eps_gains_and_missing_biases_survive():
