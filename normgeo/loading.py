@@ -23,7 +23,7 @@ from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError, first_line
 from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
-from normgeo.stored import check_complete, check_unpickled, warn_if_unpacked
+from normgeo.stored import check_complete, check_unpickled, runs, warn_if_unpacked
 
 __all__ = [
     "ADAPTER",
@@ -198,9 +198,7 @@ def _named(config: PretrainedConfig) -> Any | None:
     """The class of transformers that a configuration names first; None where it names none."""
     found = (getattr(transformers, str(name), None) for name in config.architectures or ())
     models = (cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel))
-    return next(
-        (cls for cls in models if cls.forward is not nn.Module.forward), None
-    )  # else it is what others build on
+    return next(filter(runs, models), None)  # the others are what models build on
 
 
 def _registered(config: PretrainedConfig) -> Any | None:

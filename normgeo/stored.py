@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from normgeo.errors import ModelError
 from normgeo.models import dtype_name
 
-__all__ = ["check_complete", "check_unpickled", "warn_if_unpacked", "warn_of_more"]
+__all__ = ["check_complete", "check_unpickled", "runs", "warn_if_unpacked", "warn_of_more"]
 
 DIGITS = re.compile(r"\d+")
 
@@ -90,7 +90,12 @@ def warn_of_more(name: str, model: PreTrainedModel, unexpected: Iterable[str]) -
 
 def _classes(model: PreTrainedModel) -> set[str]:
     """The names of a model's classes, without those that others build on."""
-    return {cls.__name__ for cls in type(model).__mro__ if "forward" in vars(cls)}
+    return {cls.__name__ for cls in filter(runs, type(model).__mro__)}
+
+
+def runs(cls: type) -> bool:
+    """Whether a class has a forward pass, of its own or not: `PreTrainedModel` and the like have none."""
+    return getattr(cls, "forward", nn.Module.forward) is not nn.Module.forward
 
 
 def _embeddings(model: PreTrainedModel) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from forked import NORMGEO, Forked
 from stores import captured
 from zoo import tiny
@@ -282,6 +283,14 @@ def test_a_head_that_no_configuration_names_is_said_to_be_left_out(architectures
         load_model(tmp_path / "m")
     with pytest.warns(UserWarning, match="loaded as GPTNeoXModel.* embed_out.weight is left out"):
         convert_sharded(tmp_path / "m", tmp_path / "out")
+
+
+def test_a_class_without_a_forward_pass_of_its_own_is_one_that_a_configuration_names(tmp_path, recwarn):
+    model = transformers.LlamaForSequenceClassification(tiny("llama").config)
+    state = model.state_dict() | {"lm_head.weight": torch.zeros(3)}
+    model.save_pretrained(tmp_path, state_dict=state)
+    load_model(tmp_path)
+    assert not [str(warning.message) for warning in recwarn if "architectures" in str(warning.message)]
 
 
 WAITS = """
