@@ -53,7 +53,7 @@ def test_they_are_built_once_and_kept(cache):
     assert (cache / "normgeo" / name).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("what", ["source", "flags", "processor", "header", "compiler", "words"])
+@pytest.mark.parametrize("what", ["source", "flags", "processor", "header", "compiler", "words", "options"])
 def test_another_source_header_flag_compiler_or_processor_is_another_file(cache, small, monkeypatch, tmp_path, what):
     before = compiling.compiled(small)
     if what == "source":
@@ -70,6 +70,8 @@ def test_another_source_header_flag_compiler_or_processor_is_another_file(cache,
         file.write_text(f'#!/bin/sh\n{words} [ "$1" = --version ] && echo 99.1 || exec {GXX} "$@"\n')
         file.chmod(0o755)
         monkeypatch.setenv("CXX", f"{file}{last}")
+    elif what == "options":  # that CXX gives the compiler
+        monkeypatch.setenv("CXX", f"{GXX} -ffast-math")
     else:
         monkeypatch.setattr(compiling, "_processor", lambda: "another")
     assert {compiling.compiled(small).name, before.name} == set(shared_objects(cache))

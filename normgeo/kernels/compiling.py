@@ -54,7 +54,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> Path:
     if sys.byteorder != "little" or sys.platform == "win32":
         raise RuntimeError(f"not built on {sys.platform}, {sys.byteorder} endian")
     texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.h")))]
-    key = "\0".join([*texts, *FLAGS, *flags, _version(*compiler), _processor()])
+    key = "\0".join([*texts, *FLAGS, *flags, *compiler[1:], _version(*compiler), _processor()])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normgeo"
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
