@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,10 +118,13 @@ def test_what_is_no_whole_number_is_said(name, value):
     check_numbers(**{name: np.int32(3)})
 
 
-def test_numbers_of_numpy_are_python_s(untyped):
+def test_numbers_and_words_of_numpy_are_python_s(untyped):
     config = RunConfig((NAME,), tokens=np.int64(600), context=np.int32(64), batch=np.int64(2), seed=np.uint8(3))
     assert json.loads(json.dumps(asdict(config)))["tokens"] == 600
     assert config == RunConfig((NAME,), tokens=600, context=64, batch=2, seed=3)
+    config = RunConfig([np.str_(NAME)], data=Path("a"), sites=np.str_("mlp"), qk=1, trust_remote_code=np.False_)
+    assert RunConfig.recorded(asdict(config), "") == config == RunConfig((NAME,), data="a", sites="mlp", qk=True)
+    assert json.loads(json.dumps(asdict(config)))["data"] == "a"
     tokens = load_tokens("sample", load_tokenizer(NAME), context=np.int64(16))
     assert json.loads(json.dumps(tokens.about))["context"] == 16
     with pytest.raises(DataError, match="context must be a whole number of at least 1, received True"):

@@ -33,6 +33,7 @@ KEEP_SCALARS_UP_TO = 2_000_000
 DEFAULT_TOKENS = 1_000_000
 TEXTS = ("data", "device", "device_map", "sites", "revision")
 """The options that take any text."""
+SWITCHES = ("qk", "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ class RunConfig:
                 raise NormGeoError(f"--{name.replace('_', '-')} must be text, received {value!r}")
         numbers = {name: getattr(self, name) for name in LEAST if getattr(self, name, None) is not None}
         check_numbers(**numbers)
-        for name, value in numbers.items():
-            object.__setattr__(self, name, int(value))  # numpy's are none that JSON knows
+        texts = (*TEXTS, "dtype", "keep")
+        plain = dict.fromkeys(numbers, int) | dict.fromkeys(texts, str) | dict.fromkeys(SWITCHES, bool)
+        for name, kind in plain.items():  # records know neither numpy's values nor paths
+            if (value := getattr(self, name)) is not None or kind is bool:
+                object.__setattr__(self, name, kind(value))
+        object.__setattr__(self, "models", tuple(map(str, self.models)))
         pick_dtype(self.dtype, self.device)
         if self.device_map is not None and self.device != "auto":
             raise NormGeoError(
