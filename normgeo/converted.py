@@ -249,13 +249,22 @@ def rebuild(model: nn.Module, recipe: dict[str, Any]) -> None:
 
 
 def part_of(recipe: dict[str, Any], model: Any) -> dict[str, Any]:
-    """What a recipe says of a model that is loaded without its head, within which the names are, or with another."""
-    start = f"{model.base_model_prefix}."
-    if start == "." or not any(name.startswith(start) for name in recipe["norms"]):
+    """What a recipe says of a model that is loaded without its head, with another, or with a first one."""
+    prefix, norms = model.base_model_prefix, recipe["norms"]
+    start, base = f"{prefix}.", getattr(model, prefix, None) if prefix else None
+
+    def has(module: Any, name: str) -> bool:
+        return hasattr(module, name.partition(".")[0])
+
+    if not prefix:
         return recipe
-    if hasattr(model, start[:-1]):
-        return _renamed(recipe, lambda name: name if hasattr(model, name.partition(".")[0]) else None)
-    return _renamed(recipe, lambda name: name.removeprefix(start) if name.startswith(start) else None)
+    if any(name.startswith(start) for name in norms):
+        if base is not None:
+            return _renamed(recipe, lambda name: name if has(model, name) else None)
+        return _renamed(recipe, lambda name: name.removeprefix(start) if name.startswith(start) else None)
+    if base is not None and not any(has(model, name) for name in norms):
+        return _renamed(recipe, lambda name: start + name if has(base, name) else None)
+    return recipe
 
 
 def _renamed(recipe: dict[str, Any], new: Callable[[str], str | None]) -> dict[str, Any]:
@@ -267,6 +276,8 @@ def _renamed(recipe: dict[str, Any], new: Callable[[str], str | None]) -> dict[s
 
     named = {key: own(recipe[key]) for key in ("norms", "heads", "shapes", "biases", "tables") if key in recipe}
     places = [[to, *rest] for name, *rest in recipe.get("recenter", ()) if (to := new(name)) is not None]
+    if isinstance(folded := recipe.get("folded"), dict):
+        named["folded"] = {to: [new(reader) or reader for reader in readers] for to, readers in own(folded).items()}
     return recipe | named | {"recenter": places}
 
 

@@ -50,7 +50,8 @@ class Certificate:
         unreached: parameters as wide as a stream on which no output depends, for any of the inputs compared. Whether
             they write into a stream is not known: for inputs that reach them the certificate says nothing.
         outputs: the outputs that are compared; empty for all. The others need not be equal.
-        headless: whether the model without its head (`base_model`), which AutoModel loads, gives the same as well.
+        headless: whether the model without its head (`base_model`), which AutoModel loads, gives the same as well, in
+            all outputs; of a model that has none, it itself.
         weights_sha256: the converted model's weights, in their own dtype, that were compared; empty by shard, where
             those of a few layers were.
     """
@@ -247,8 +248,6 @@ def certify(
 
 def _headless(a: PreTrainedModel, b: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float) -> bool:
     """Whether what is within two models, without their heads, gives the same."""
-    if a.base_model is a:
-        return False
     try:
         with looking_at(()):
             return same(*(outputs_of(model.base_model, inputs) for model in (a, b)), tolerance)  # pyright: ignore
