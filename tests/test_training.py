@@ -136,8 +136,7 @@ def test_what_is_reported_is_the_mean_loss_since_the_last_report():
     trainer = training.Trainer("rmsnorm", recipe, Shuffled(text_like(), 16, 0), 48, device="cpu")
     trainer.run(report=rows.append)
     assert [row["lr"] for row in rows] == [trainer.curve.lr[int(row["step"]) - 1] for row in rows]
-    losses = trainer.curve.train_loss.to_numpy()
-    expected = [losses[:4].mean(), losses[4:8].mean(), losses[8:].mean()]
+    expected = [losses.mean() for losses in np.split(trainer.curve.train_loss.to_numpy(), [4, 8])]
     for found in (pd.DataFrame(rows), training_state.evaluated(trainer.curve, recipe.evaluate_every)):
         assert found.step.tolist() == [4, 8, 11]
         np.testing.assert_allclose(found.train_loss, expected, rtol=1e-12)
