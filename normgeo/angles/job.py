@@ -92,7 +92,7 @@ class RunConfig:
         numbers = {name: getattr(self, name) for name in LEAST if getattr(self, name, None) is not None}
         check_numbers(**numbers)
         texts = (*TEXTS, "dtype", "keep")
-        plain = dict.fromkeys(numbers, int) | dict.fromkeys(texts, str) | dict.fromkeys(SWITCHES, bool)
+        plain: dict[str, Any] = dict.fromkeys(numbers, int) | dict.fromkeys(texts, str) | dict.fromkeys(SWITCHES, bool)
         for name, kind in plain.items():  # records know neither numpy's values nor paths
             if (value := getattr(self, name)) is not None or kind is bool:
                 object.__setattr__(self, name, kind(value))
