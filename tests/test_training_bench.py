@@ -203,9 +203,7 @@ def test_plot(measured):
     assert isinstance(figure, matplotlib.figure.Figure)
     drawn = [axes.get_title() for axes in figure.axes if axes.patches]
     ticks = figure.axes[0].get_xticklabels()
-    assert [tick.get_text() for tick in ticks] == [
-        training_cost.NAMES[form] for form in breakdown(parts[0]).form.unique()
-    ]
+    assert [tick.get_text() for tick in ticks] == [training_cost.NAMES[form] for form in found.form.unique()]
     batch, context = measured[["batch", "context"]].iloc[0]
     assert drawn == [f"{size} x {context} tokens" for size in (f"a, {batch}", f"b, {batch}", "b, 7")]
 

@@ -96,7 +96,8 @@ class RunConfig:
         for name, kind in plain.items():  # records know neither numpy's values nor paths
             if (value := getattr(self, name)) is not None or kind is bool:
                 object.__setattr__(self, name, kind(value))
-        object.__setattr__(self, "models", tuple(map(str, self.models)))
+        named = tuple(str(name) if isinstance(name, str) else name for name in self.models)  # a path is no hub id
+        object.__setattr__(self, "models", named)
         pick_dtype(self.dtype, self.device)
         if self.device_map is not None and self.device != "auto":
             raise NormGeoError(
@@ -113,7 +114,8 @@ class RunConfig:
             RunError: it is damaged, or of another version of normgeo.
         """
         try:
-            return read_as(cls, record, "config")
+            given = {"models": None} | read_as(dict[str, Any], record, "config")  # no record means the default ones
+            return read_as(cls, given, "config")
         except (TypeError, NormGeoError) as error:
             raise unreadable(where, error, "start again in another directory") from error
 
