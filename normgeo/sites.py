@@ -9,8 +9,11 @@ forward pass on a few tokens (`normgeo.roles`).
 from __future__ import annotations
 
 import fnmatch
+import itertools
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -292,13 +295,24 @@ def select_sites(sites: Sequence[NormSite], pattern: str | None) -> list[NormSit
     """
     if pattern is None:
         return list(sites)
-    wanted = [p.strip() for p in pattern.split(",")]
-    names = {s: (s.role, s.key) if s.is_function else (s.role, s.name, s.key) for s in sites}
-    matching = {p: [s for s in sites if any(fnmatch.fnmatchcase(n, p) for n in names[s])] for p in wanted}
+    named = defaultdict[str, list[NormSite]](list)
+    for site in sites:
+        for name in {site.role, site.key} if site.is_function else {site.role, site.name, site.key}:
+            named[name].append(site)
+    matching = {p: [s for name in _matching(p, named) for s in named[name]] for p in map(str.strip, pattern.split(","))}
     if absent := [p for p, found in matching.items() if not found]:
         there = [f"roles are {sorted({s.role for s in sites})}", *(f"names are like {s.name}" for s in sites[:1])]
         raise DataError(f"no site matches {absent[0]!r}; {', '.join(there)}")
-    return [s for s in sites if any(s in found for found in matching.values())]
+    chosen = set(itertools.chain.from_iterable(matching.values()))
+    return [site for site in sites if site in chosen]
+
+
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    """The names that match; of a pattern without wildcards itself, looked up: a user may list thousands of names."""
+    if set(pattern).isdisjoint("*?["):
+        return [pattern] if pattern in names else []
+    match = re.compile(fnmatch.translate(pattern)).match
+    return [name for name in names if match(name)]
 
 
 def sites_of(model: PreTrainedModel, sites: str | Sequence[NormSite] | NormSite | None, *, qk: bool) -> list[NormSite]:

@@ -1,3 +1,6 @@
+import time
+from dataclasses import replace
+
 import numpy as np
 import oracle
 import pytest
@@ -10,7 +13,7 @@ from normgeo.angles.measure import AngleTable
 from normgeo.angles.statistics import GROUPS, PHASES, AngleStatistics, standardized_norm
 from normgeo.errors import ModelError
 from normgeo.geometry import NAMES, Directions
-from normgeo.sites import NormSite
+from normgeo.sites import NormSite, select_sites
 from normgeo.tokens import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("passes")
@@ -316,6 +319,14 @@ def test_a_state_says_nothing_of_what_is_not_carried_and_what_is_is_forgotten_to
     assert [name for name in statistics.state_dict() if name.startswith("carried")]
     statistics.clear()
     assert not any(carried.any() for carried in statistics.carried.values())
+
+
+def test_thousands_of_sites_are_chosen_by_name_at_once():
+    """Each name compared with each, these take a dozen seconds."""
+    sites = [replace(site(8), name=f"layers.{i}.norm", layer=i) for i in range(2000)]
+    began = time.process_time()
+    assert select_sites(sites, ",".join(s.name for s in sites[::-2])) == sites[1::2]
+    assert time.process_time() - began < 2
 
 
 def test_scalars_are_of_the_last_batch_alone():
