@@ -179,7 +179,8 @@ class Streamed:
             if text.strip() and text not in self._exclude:
                 self._useless = 0
                 new = [ids for _, ids in self._encode([text])]
-                parts, count = parts + new, count + sum(map(len, new))
+                parts += new  # in place: a step may take a hundred thousand short documents
+                count += sum(map(len, new))
         ids = np.concatenate(parts)
         self._left = ids[needed:]
         return torch.from_numpy(ids[:needed].reshape(rows, self._context).copy())
