@@ -159,6 +159,14 @@ def test_of_nothing_the_standardized_vector_is_nothing_without_eps_too():
     assert standardized_norm(torch.zeros(1), 4, torch.zeros(1)).item() == 0.0
 
 
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_massive_activations_are_standardized_as_others_are(kind):
+    statistics = fed(1e30 * noise(20, 9), kind=kind)
+    frame = AngleTable.from_statistics(statistics, "m").frame
+    assert statistics.state["excluded"].sum() == 0
+    assert value(frame, "standardized", "uniform", "mean_norm") == pytest.approx(3)
+
+
 @pytest.mark.parametrize("mean", [0.3, 100.0, 1e5])
 def test_the_null_ensemble_equals_the_oracle(mean):
     pre = noise(150, 24, mean=mean)

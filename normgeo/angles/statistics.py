@@ -66,8 +66,13 @@ def settle(low: Tensor, carried: Tensor) -> None:
 def standardized_norm(
     length: Float[Tensor, "*shape"], d: int, eps: Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*shape"]:
-    """|y| of a norm's input of this length (for LayerNorm, its length without the mean); zero for a zero vector."""
-    return length * torch.rsqrt((length.square() / d + eps).clamp_(min=torch.finfo(length.dtype).tiny))
+    """|y| of a norm's input of this length (for LayerNorm, its length without the mean); zero for a zero vector.
+
+    In float64: of float32 squares of large lengths are infinite, and the vectors would be nothing.
+    """
+    wide = length.double()
+    root = torch.sqrt((wide.square() / d + eps).clamp_(min=torch.finfo(wide.dtype).tiny))
+    return (wide / root).to(length.dtype)
 
 
 class AngleStatistics:
