@@ -52,7 +52,8 @@ def verify(path: str | Path | Storage, *, progress: bool = True) -> tuple[int, l
         str(storage), sum(layout.stop(row) - layout.start(row) for row in rows), enabled=progress
     ) as advance:
         for check, found in storage.each(lambda check: (check, check.run()), _checks(storage, layout, rows, store)):
-            checked, problems = checked + check.chunks, problems + found
+            checked += check.chunks
+            problems += found  # in place: there may be as many as chunks
             advance(check.tokens)
     return checked, problems
 
