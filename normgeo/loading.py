@@ -23,7 +23,7 @@ from normgeo.cards import EMBEDDED, TABLE_1
 from normgeo.converted import PREFIX, converted_class
 from normgeo.errors import ConversionError, ModelError, first_line
 from normgeo.models import TwinConfig, TwinLMHeadModel, out_of_memory, pick_dtype, usable_device
-from normgeo.stored import check_complete, check_unpickled, runs, warn_if_unpacked
+from normgeo.stored import check_complete, check_unpickled, restore_constants, runs, warn_if_unpacked
 
 __all__ = [
     "ADAPTER",
@@ -100,10 +100,11 @@ def load_model(
             path, config=config, dtype=dtype, device_map=device_map, use_safetensors=True, **options,
             **({"output_loading_info": True} if (told := _tells(cls)) else {}),
         )  # fmt: skip
+        model, found = model if told else (model, None)
+        restore_constants(model)
     except UNLOADABLE as error:
         raise explained(str(name), error) from error
-    if told:
-        model, found = model
+    if found is not None:
         check_complete(str(name), model, found)
     warn_if_unpacked(str(name), config, model)
     model = cast(PreTrainedModel, model.eval().requires_grad_(False))

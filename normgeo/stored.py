@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -10,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -18,7 +21,7 @@ from transformers.utils.hub import cached_file
 from normgeo.errors import ModelError
 from normgeo.models import dtype_name
 
-__all__ = ["check_complete", "check_unpickled", "runs", "warn_if_unpacked", "warn_of_more"]
+__all__ = ["check_complete", "check_unpickled", "restore_constants", "runs", "warn_if_unpacked", "warn_of_more"]
 
 DIGITS = re.compile(r"\d+")
 
@@ -57,6 +60,32 @@ def check_complete(name: str, model: PreTrainedModel, found: dict[str, Any]) -> 
     if missing:
         warnings.warn(f"{name} is loaded with random numbers where {_counted(missing)} not stored", stacklevel=3)
     warn_of_more(name, model, found["unexpected_keys"])
+
+
+@torch.no_grad()
+def restore_constants(model: PreTrainedModel) -> None:
+    """Give a model whose code is not transformers' the constants that its class computes and no checkpoint stores.
+
+    transformers builds models without memory, and then gives buffers that are not stored whatever the memory holds: it
+    expects `_init_weights` to compute them again. Code that was written for older versions does that in `__init__`
+    alone. Tensors that are mere attributes are left without memory.
+    """
+    unstored = dict(model.named_non_persistent_buffers())
+    absent = [(name, key) for name, module in model.named_modules() for key in _without_memory(module)]
+    if type(model).__module__.startswith(("transformers.", "normgeo.")) or not (unstored or absent):
+        return
+    with torch.random.fork_rng(devices=()), init_empty_weights(include_buffers=False):
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    computed = dict(built.named_buffers())
+    for name in unstored.keys() & computed.keys():
+        unstored[name].copy_(computed[name])
+    for name, key in absent:
+        setattr(model.get_submodule(name), key, getattr(built.get_submodule(name), key).to(model.device))
+
+
+def _without_memory(module: nn.Module) -> list[str]:
+    """The attributes of a module that are tensors without memory."""
+    return [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
 
 
 def warn_if_unpacked(name: str, config: Any, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import re
 
 import numpy as np
@@ -228,6 +229,44 @@ def test_examples_fit_short_contexts():
     assert example_inputs(model)["input_ids"].shape == (2, 5)
     assert example_inputs(tiny("gpt2"))["input_ids"].shape == (2, 7)
     assert convert(model).certificate.passed
+
+
+CONSTANTS = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+class Config(PretrainedConfig):
+    model_type = "constants"
+class Model(PreTrainedModel):
+    config_class = Config
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("frequencies", 10000 ** -(torch.arange(4) / 4), persistent=False)
+        self.register_buffer("filled", torch.empty(4), persistent=False)
+        self.register_buffer("stored", torch.arange(4.0))
+        self.turns = torch.polar(torch.ones(4), torch.arange(4.0))
+        self.post_init()
+    def _init_weights(self, module):
+        if module is self:
+            torch.nn.init.constant_(self.filled, 3.0)
+"""
+
+
+def test_constants_that_are_not_stored_are_as_the_models_own_code_computes_them(tmp_path):
+    space = {"__name__": "mine"}
+    exec(CONSTANTS, space)
+    model = space["Model"](space["Config"]())
+    model.stored.mul_(2)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "mine.py").write_text(CONSTANTS)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["auto_map"] = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    before = torch.get_rng_state()
+    read = load_model(tmp_path, trust_remote_code=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name in ("linear.weight", "frequencies", "filled", "stored", "turns"):
+        assert torch.equal(*(operator.attrgetter(name)(m) for m in (model, read))), name
 
 
 def test_a_tokenizer_with_code_of_its_own_is_said_to_be_left_out(tmp_path):
