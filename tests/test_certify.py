@@ -197,6 +197,45 @@ def test_all_outputs_of_what_has_no_head_are_compared():
         assert with_itself(model, batch).headless
 
 
+@dataclasses.dataclass
+class Answer:
+    scores: torch.Tensor
+
+
+class Within(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.norm, self.head = nn.Embedding(32, 8), nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, input_ids):
+        return self.head(self.norm(self.wte(input_ids)))
+
+
+class Around(hf.PreTrainedModel):
+    """As models with code of their own are: around a module that is no model of transformers, with its own outputs."""
+
+    config_class, base_model_prefix = hf.PretrainedConfig, "model"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Within()
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.wte
+
+    def forward(self, input_ids):
+        return Answer(self.model(input_ids))
+
+
+def test_a_model_around_a_mere_module_that_gives_a_dataclass_is_certified():
+    model = perturb(Around(hf.PretrainedConfig(vocab_size=32, hidden_size=8))).eval()
+    certificate = convert(model).certificate
+    assert certificate.passed
+    assert not certificate.headless
+    assert convert(model, outputs=["scores"]).certificate.outputs == ("scores",)
+
+
 def test_what_only_real_text_reaches_is_reached():
     model = Two(hf.GPT2Config()).double()
     made_up, real = ({"input_ids": torch.tensor([[token, 2]])} for token in (1, 60))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -256,6 +256,8 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any
     except Exception as error:  # whatever a model raises
         why = f"{name} cannot run in {dtype_name(model.dtype)}: {first_line(error).removesuffix('.')}"
         raise ModelError(why + around_another(model)) from error
+    if is_dataclass(result) and not isinstance(result, Mapping):  # of the model's own code
+        result = {part.name: getattr(result, part.name) for part in fields(result)}
     named = result if isinstance(result, Mapping) else {"output": result}
     found = [pair for key, value in named.items() if key != "state" for pair in _named(value, key)]  # RWKV's cache
     for wanted in looked_at():
