@@ -47,7 +47,7 @@ def located(data: str | Path) -> tuple[Path, str]:
 
 
 def read_documents(data: str | Path) -> Iterator[str]:
-    """The texts of a file, of the files in a directory by their names' order, or of a data set that was saved to one.
+    """The texts of a file, of a data set that was saved to a directory, or of all in one by their names' order.
 
     That is the "text" of each line of .jsonl, the column "text" of .parquet or of the data set, or all of a .txt; with
     PATH:COLUMN another column, or key.
@@ -63,18 +63,36 @@ def read_documents(data: str | Path) -> Iterator[str]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a directory that texts can be in, or what is given itself: a file, or a saved data set."""
-    if not path.is_dir() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    """What texts are in one by one: a file or a saved data set as it is given, or those of a directory."""
+    if not path.is_dir() or _is_saved(path):
         return [path]
 
     def denied(error: OSError) -> None:
         raise _unreadable(path, error) from error
 
     first = {home.resolve(): (home, files) for home, files in reversed([*below(path, denied)])}  # each directory once
-    found = sorted(home / file for home, files in first.values() for file in files if holds_texts(Path(file)))
+    found = sorted(part for home, files in first.values() for part in _in(home, files))
     if not found:
         raise DataError(f"{path} is a directory with no texts in it; they are {KINDS}, and token ids .npy")
     return found
+
+
+def _in(folder: Path, files: list[str]) -> list[Path]:
+    """A directory itself, where it is a saved data set, or those of its files that can hold texts."""
+    return [folder] if _is_saved(folder) else [folder / file for file in files if holds_texts(Path(file))]
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a directory is a data set of datasets' `save_to_disk`.
+
+    Raises:
+        DataError: it is one in parts, which are alternatives.
+    """
+    if (path / "dataset_dict.json").is_file():
+        splits = [part for part in sorted(path.iterdir()) if part.is_dir()]
+        names, one = ", ".join(part.name for part in splits), "".join(f", as {part}" for part in splits[:1])
+        raise DataError(f"{path} holds a data set in parts, {names}; give one{one}")
+    return (path / "state.json").is_file()
 
 
 def holds_texts(path: Path) -> bool:
@@ -239,10 +257,6 @@ def _parquet(path: Path, _: Opened, column: str) -> Iterator[str]:
 def _saved_texts(path: Path, _: Opened, column: str) -> Iterator[str]:
     import datasets
 
-    if (path / "dataset_dict.json").is_file():
-        splits = [part for part in sorted(path.iterdir()) if part.is_dir()]
-        names, one = ", ".join(part.name for part in splits), "".join(f", as {part}" for part in splits[:1])
-        raise DataError(f"{path} holds a data set in parts, {names}; give one{one}")
     try:
         if not json.loads((path / "state.json").read_text())["_data_files"]:
             return  # there is no row, which `load_from_disk` trips over

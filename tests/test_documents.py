@@ -212,8 +212,25 @@ def test_a_directory_that_may_not_be_read_is_not_left_out_without_a_word(tmp_pat
 
     monkeypatch.setattr(os, "scandir", scandir)
     refused(tmp_path, r"cannot read .*private: Permission denied")
+    with pytest.raises(DataError, match=r"cannot read .*private: Permission denied"):
+        digest_of(tmp_path)
     with pytest.warns(UserWarning, match=r"cannot read .*private: Permission denied; it is left out"):
         assert [point.step for point in find_checkpoints(tmp_path)] == [1]
+
+
+def test_nothing_in_a_directory_is_left_out_without_a_word(tmp_path, saved):
+    folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    (folder / "b").mkdir(parents=True)
+    elsewhere.mkdir()
+    (folder / "a.txt").write_text("first")
+    (elsewhere / "linked.txt").write_text("last")
+    (folder / "c").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(folder)  # which has no end, and nothing else
+    before = digest_of(folder)
+    assert list(read_documents(folder)) == ["first", "last"]
+    saved.rename(folder / "b/saved")
+    assert list(read_documents(folder)) == ["first", *TEXTS, "last"]
+    assert digest_of(folder) != before
 
 
 def test_a_file_is_read_once_before_its_tokens_are_asked_for(tmp_path, tokenizer, monkeypatch):
