@@ -249,7 +249,7 @@ def _parquet(path: Path, _: Opened, column: str) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, column)
             for batch in file.iter_batches(batch_size=256, columns=[column]):
-                yield from (text for text in batch.column(0).to_pylist() if text)
+                yield from (text for text in batch.column(column).to_pylist() if text)  # a.b brings a with b in it
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 

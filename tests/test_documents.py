@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 @pytest.fixture
 def rows(tmp_path):
     """The same texts in a column of another name, in every kind of file that has columns."""
-    frame = pd.DataFrame({"text": "not this", "body": TEXTS})
+    frame = pd.DataFrame({"text": "not this", "page": [{"body": "nor this"}] * 3, "body": TEXTS, "page.body": TEXTS})
     frame.to_parquet(tmp_path / "rows.parquet", index=False)
     frame.to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
@@ -148,6 +148,7 @@ def test_text_may_be_in_a_column_of_another_name(name, rows, tokenizer):
     path = rows / name
     assert list(read_documents(path)) == ["not this"] * 3
     assert list(read_documents(f"{path}:body")) == list(read_documents(rows / f"{name}:body")) == TEXTS
+    assert list(read_documents(f"{path}:page.body")) == TEXTS
     streams = [load_tokens(data, tokenizer, 64) for data in (f"{path}:body", path, f"{path}:text")]
     assert len({stream.digest for stream in streams[:2]}) == 2  # for a run is not resumed on the other
     assert streams[1].digest == streams[2].digest
