@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from training_zoo import articles, command, small, stopping
+from transformers import PreTrainedTokenizerFast
 
 from normgeo.errors import DataError, RunError
 from normgeo.tokens import SAMPLE
@@ -54,6 +56,17 @@ def test_the_sample_is_left_out_by_its_name(tmp_path, monkeypatch):
     given = runs._prepared(config, small(), None)
     assert given.excluded == {texts[0][:500]}
     assert given.held_out.source == "sample"
+
+
+def test_a_tokenizer_may_leave_ids_out(tmp_path):
+    articles(tmp_path)
+    built = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "dog": 40}, unk_token="<unk>"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>").save_pretrained(tmp_path / "t")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the dog and the dog " * 99}))
+    config = TrainConfig("rmsnorm", str(tmp_path / "text.jsonl"), tokenizer=str(tmp_path / "t"), device="cpu")
+    given = runs._prepared(config, small(), None)
+    assert given.corpus.largest == 40 == given.vocabulary - 1
 
 
 def test_starts_without_a_directory_get_one_each(tmp_path, monkeypatch):

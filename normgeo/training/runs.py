@@ -273,11 +273,16 @@ def _prepared(config: TrainConfig, recipe: Recipe, stored: Path | None, revision
     excluded = set(read_documents(_named(config.exclude))) if config.exclude else set()
     tokenizer = _tokenizer(config, stored, excluded)
     corpus = open_corpus(config.data, tokenizer, recipe.context, recipe.seed, excluded, revision)
-    vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else len(tokenizer)
+    vocabulary = (config.vocabulary or VOCABULARY) if tokenizer is None else _size(tokenizer)
     if isinstance(corpus, Shuffled) and corpus.largest >= vocabulary:
         raise DataError(f"{config.data} has the id {corpus.largest}, beyond a vocabulary of {vocabulary:,}")
     held_out = kept(load_tokens(config.exclude, tokenizer, recipe.context)) if config.exclude else None
     return _Given(tokenizer, corpus, vocabulary, excluded, held_out, revision)
+
+
+def _size(tokenizer: Any) -> int:
+    """Ids that a tokenizer has, with those between that it leaves out: a model has a row for each."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def _named(data: str) -> str | Path:
