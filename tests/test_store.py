@@ -1,10 +1,8 @@
 """The store of hidden states: what is in it, and that the angles of it are those of the model."""
 
 import hashlib
-import itertools
 import shutil
 import threading
-import time
 from copy import deepcopy as copied
 from dataclasses import replace
 
@@ -21,7 +19,7 @@ from zoo import by_type
 from normgeo import AngleTable, HiddenStateStore, find_sites, load_model
 from normgeo.angles.runs import RunConfig, start_run
 from normgeo.errors import DataError, StoreError
-from normgeo.store import capture, check, scan
+from normgeo.store import capture, scan
 from normgeo.store.capture import CaptureConfig, start_capture
 from normgeo.store.check import verify
 from normgeo.store.rebuild import RECIPES, find_rebuild, same_bits
@@ -208,15 +206,6 @@ def test_what_is_rebuilt_only_to_rounding_is_said(copy):
     angles_from_store(copy, null=4, announce=lines.append, progress=False)
     assert "at 1 of 5 sites are the model's to rounding" in lines[0]
     assert verify(copy)[1] == []
-
-
-def test_problems_of_many_chunks_take_no_longer_than_they_are(store, monkeypatch):
-    found = check._Check(lambda: ["it is missing"], chunks=1)
-    monkeypatch.setattr(check, "_checks", lambda *_: itertools.repeat(found, 300_000))
-    began = time.process_time()
-    checked, problems = check.verify(store, progress=False)
-    assert (checked, len(problems)) == (300_000, 300_000)
-    assert time.process_time() - began < 5  # with all so far listed again for each, half a minute
 
 
 def test_no_checksums_are_kept_of_outputs_that_are_not_rebuilt_exactly(home, tmp_path, monkeypatch):
