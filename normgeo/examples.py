@@ -177,7 +177,7 @@ def example(name: str, model: PreTrainedModel, time: int, generator: torch.Gener
         "visual_feats": lambda: noise(2, GRID, config.visual_feat_dim),
         "visual_pos": lambda: torch.rand(2, GRID, config.visual_pos_dim, generator=generator),
         "is_longer": lambda: torch.tensor([[True], [False]]),
-        "noise": lambda: noise(2, math.prod(s // config.patch_size for s in image_shape(config)[1:])),
+        "noise": lambda: noise(2, math.prod(s // patch_size(config) for s in image_shape(config)[1:])),
         "input_features": lambda: noise(*_features_shape(model, time)),
         "input_features_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),
         "feature_attention_mask": lambda: torch.ones(2, _frames(model, time), dtype=torch.long),

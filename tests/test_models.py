@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import RobertaConfig, RobertaModel
+from transformers import HieraConfig, HieraModel, RobertaConfig, RobertaModel
 from zoo import CONFIGS, tiny
 
 from normgeo import convert, load_model, load_tokenizer, load_tokens, measure_angles
@@ -71,6 +71,13 @@ def test_example_inputs_are_accepted(name):
     model = tiny(name)
     with torch.no_grad():
         model(**example_inputs(model))
+
+
+def test_patches_that_are_given_by_height_and_width_have_example_inputs():
+    config = HieraConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], num_query_pool=1, image_size=[64, 64])
+    model = HieraModel(config)
+    with torch.no_grad():
+        assert torch.isfinite(model(**example_inputs(model)).last_hidden_state).all()
 
 
 def test_models_without_embeddings_to_load_are_explained(tmp_path):
