@@ -211,6 +211,7 @@ class HiddenStateStore:
     def __init__(self, path: str | Path | Storage) -> None:
         self.storage = storage_at(path)
         self.record, self.layout, self.store_id = read_store(self.storage)
+        self._specs = {spec.name: spec for spec in self.layout.arrays}
         self.provenance: dict[str, Any] = self.record["provenance"]
         self.committed: dict[int, Commit] = read_log(self.storage, self.layout, self.store_id)
         if self.record["status"] == "complete" and len(self.committed) < self.layout.rows:
@@ -272,8 +273,8 @@ class HiddenStateStore:
             StoreError: it is not in the store.
         """
         name = f"sites/{site}/{phase}"
-        if found := [spec for spec in self.layout.arrays if spec.name == name]:
-            return found[0]
+        if name in self._specs:
+            return self._specs[name]
         if site not in (keys := [s.key for s in self.sites]):
             raise StoreError(_no_site(site, keys))
         phases = sorted({s.phase for s in self.layout.arrays if s.site >= 0})
